@@ -1,0 +1,37 @@
+# make setup   an environment of its own in .venv/ (CPU, or GPU where the machine has one)
+# make test    what CI runs: lint, types, fast tests, then the slow ones with real components
+# make train   the main job: fetch a small model, train it with RISE-RL, write a report
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+EXTRAS := $(if $(shell command -v nvidia-smi 2>/dev/null),gpu,cpu)
+export HF_HUB_DISABLE_TELEMETRY := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: setup test test-fast test-all lint train clean
+
+setup: $(VENV)/.installed
+
+# torch first and alone: a range in another package's requirements would let pip pick a different build.
+$(VENV)/.installed: pyproject.toml setup.py constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[$(EXTRAS),dev]"
+	@touch $@
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test-fast: setup
+	$(BIN)/python -m pytest
+
+test: lint
+	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m slow
+
+clean:
+	rm -rf $(VENV) build *.egg-info
