@@ -83,7 +83,7 @@ def _at_least_float32(x: Tensor) -> Tensor:
 def guide_loss(logprob: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
     """-log rho and its derivative -gamma / (p + gamma) (paper eq. 11), both by way of log gamma - logp."""
     x = math.log(gamma) - logprob
-    return softplus(x, threshold=float("inf")), -torch.sigmoid(x)
+    return softplus(x), -torch.sigmoid(x)
 
 
 def kl_estimate(logprob: Tensor, ref_logprob: Tensor, estimator: KlEstimator) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,61 @@
+"""The rollout interface: prompts as token ids in, sampled token ids with their behaviour log-probs out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """temperature > 0 (0 is greedy and refused in training); top_p 1 and top_k 0 mean the full distribution."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+
+@dataclass(frozen=True)
+class RolloutRequest:
+    """One answer to sample. Equal (prompt_ids, seed, sampling, weights) give equal tokens, whatever the batch."""
+
+    uid: str
+    index: int
+    prompt_ids: tuple[int, ...]
+    seed: int
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """What was sampled. Training uses `token_ids` as they are: the text is for graders and people only.
+
+    token_ids includes the stop token when finish_reason is "stop". logprobs: behaviour log-prob of each token under
+    the processed distribution (temperature applied). weight_version: the optimizer step of the weights it came from.
+    """
+
+    uid: str
+    index: int
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    text: str
+    finish_reason: FinishReason
+    weight_version: int
+
+
+class RolloutEngine(Protocol):
+    """`sync(version)` takes the trainer's current weights; generating before the first sync is an error."""
+
+    def sync(self, version: int) -> None: ...
+
+    def generate(
+        self,
+        requests: Sequence[RolloutRequest],
+        sampling: Sampling,
+        progress: Callable[[int], None] | None = None,
+    ) -> list[Rollout]:
+        """In the order of the requests; `progress` is told how many have finished."""
