@@ -1,0 +1,205 @@
+"""The typed configuration of a run: one YAML file plus key=value overrides, unknown keys refused.
+
+Every key is described here once; docs/config.md is generated from it (`python -m rise_rl.config_docs`).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from yaml import YAMLError
+
+from rise_engine.config import EngineConfig
+
+from .graders.judge_config import JudgeConfig
+from .guidance import TEMPLATES
+from .plateau import PlateauRule
+from .weights import Aggregation
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used; the message names the file, the key, what was found and what was expected."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+Positive = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class DataConfig(Section):
+    train: str = Field(description="Training prompts: a file (.jsonl, .json, .parquet, .csv) or a hub id.")
+    heldout: str | None = Field(None, description="Held-out prompts for evaluation; never trained on.")
+    max_prompt_tokens: Positive = Field(4096, description="Longest prompt, in tokens, chat template included.")
+    overlong_prompt: Literal["error", "drop"] = Field(
+        "error", description="What to do with a longer prompt: stop with a message, or drop and count it."
+    )
+    shuffle: bool = Field(True, description="Shuffle every epoch (a pure function of the seed and the epoch).")
+    chat_template: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Arguments of the chat template, e.g. {enable_thinking: false}; used for every prompt alike.",
+    )
+
+
+class GrpoConfig(Section):
+    prompts_per_step: Positive = Field(64, description="Prompts of one optimizer step.")
+    group_size: int = Field(8, ge=2, description="Natural rollouts per prompt (G).")
+    clip_low: float = Field(0.2, gt=0, lt=1, description="Lower clip: ratios below 1 - clip_low stop pushing.")
+    clip_high: float = Field(0.28, gt=0, description="Upper clip: ratios above 1 + clip_high stop pushing.")
+    dual_clip: float | None = Field(None, gt=1, description="Dual clip for negative advantages; off when null.")
+    aggregation: Aggregation = Field("token-mean", description="How token losses are averaged over the step.")
+    overlong_buffer: int = Field(0, ge=0, description="Tokens before the maximum over which the penalty grows (B).")
+    overlong_factor: float = Field(0.5, ge=0, description="Penalty at the maximum length (f); rewards only.")
+    mask_truncated: bool = Field(
+        False, description="Leave truncated natural samples out of the loss and its denominators."
+    )
+
+
+class GuidanceConfig(Section):
+    enabled: bool = Field(True, description="Guided rollouts; false is plain rubric GRPO (Rubric-RL).")
+    rollouts: Positive = Field(8, description="Guided rollouts per prompt with something to improve.")
+    criteria: Positive = Field(5, description="Criteria shown in a hint (M).")
+    budget_tokens: Positive = Field(1024, description="Tokens a hint may add to a prompt; lowest priorities go first.")
+    coefficient: float = Field(0.05, ge=0, description="Weight of the guide loss (lambda).")
+    gamma: float = Field(0.1, gt=0, description="Support factor p / (p + gamma).")
+    gain_max: float = Field(1.0, gt=0, description="Upper clip of a kept sample's gain (A_max).")
+    remove_at: Literal["never", "plateau"] | Annotated[int, Field(ge=0)] = Field(
+        "plateau", description="When guidance ends: a number of steps, at the gap's plateau, or never."
+    )
+    plateau: PlateauRule = Field(default_factory=PlateauRule, description="The plateau rule (docs/math.md).")
+    templates: tuple[str, ...] = Field(TEMPLATES, description="Hint templates; each contains {hint} once.")
+    secrecy_wish: bool = Field(False, description="Also ask that the answer does not mention the criteria.")
+    drop_truncated: bool = Field(False, description="Never keep a guided answer that was cut at the maximum length.")
+
+    @field_validator("templates")
+    @classmethod
+    def _one_slot(cls, templates: tuple[str, ...]) -> tuple[str, ...]:
+        for template in templates:
+            if template.count("{hint}") != 1:
+                raise ValueError(f"each template must contain {{hint}} exactly once, found {template!r}")
+        if not templates:
+            raise ValueError("expected at least one template")
+        return templates
+
+
+class RolloutConfig(Section):
+    max_new_tokens: Positive = Field(8192, description="Longest response, in tokens.")
+    temperature: float = Field(1.0, gt=0, description="Sampling temperature; log-probs in training use the same.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; below 1 is refused in training.")
+    top_k: int = Field(0, ge=0, description="Top-k sampling; above 0 is refused in training.")
+    max_rows: Positive = Field(64, description="Answers decoded together by the transformers engine.")
+    parity_tolerance: float = Field(
+        1e-3, gt=0, description="Largest log-prob difference allowed between rollout engine and trainer."
+    )
+
+    @model_validator(mode="after")
+    def _full_distribution(self) -> RolloutConfig:
+        if self.top_p < 1 or self.top_k > 0:
+            raise ValueError(
+                "top_p < 1 or top_k > 0 samples from a renormalised subset of the vocabulary, so behaviour log-probs "
+                "would not be the policy's: training needs top_p 1 and top_k 0"
+            )
+        return self
+
+
+class EvaluationConfig(Section):
+    every: int = Field(10, ge=0, description="Evaluate on the held-out prompts every so many steps; 0: never.")
+    prompts: Positive | None = Field(None, description="Size of the fixed cohort: the first so many; null: all.")
+    samples: Positive = Field(8, description="Answers per held-out prompt, without guidance.")
+
+
+class CheckpointConfig(Section):
+    every: int = Field(20, ge=0, description="Steps between checkpoints; 0: only at the end and on interruption.")
+    keep: Positive = Field(2, description="Latest checkpoints kept; the best by held-out reward is kept besides.")
+
+
+class Config(Section):
+    """A run."""
+
+    name: str = Field(description="Name of the run.", pattern=r"^[\w.-]+$")
+    model: str = Field(description="A fetched name (smollm2-135m), a local folder, or a hub id.")
+    steps: Positive = Field(description="Optimizer steps.")
+    seed: int = Field(0, description="Every random choice derives from it.")
+    output: str = Field("runs", description="Folder that run folders are made in.")
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
+        ("tensorboard",), description="Where curves go; TensorBoard is always written."
+    )
+    grader: str | None = Field(
+        None, description="A grader of your own as module:object; it judges every criterion."
+    )
+    data: DataConfig
+    grpo: GrpoConfig = Field(default_factory=GrpoConfig)
+    guidance: GuidanceConfig = Field(default_factory=GuidanceConfig)
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    engine: EngineConfig = Field(default_factory=EngineConfig)
+    judge: JudgeConfig | None = Field(None, description="The LLM judge of criteria that no program can check.")
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Config:
+        if self.grpo.overlong_buffer > self.rollout.max_new_tokens:
+            raise ValueError(
+                f"grpo.overlong_buffer ({self.grpo.overlong_buffer}) is longer than rollout.max_new_tokens "
+                f"({self.rollout.max_new_tokens})"
+            )
+        return self
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Reads a YAML file, applies `key.subkey=value` overrides and validates. Raises ConfigError."""
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such configuration file")
+    try:
+        merged = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(_as_dotlist(overrides)))
+        raw = OmegaConf.to_container(merged, resolve=True)
+    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not a readable configuration: {error}") from error
+    try:
+        return Config.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError(f"{path}:\n" + "\n".join(_explain(e) for e in error.errors())) from error
+
+
+def dump_config(config: Config) -> str:
+    """The resolved configuration as YAML; `load_config` of it gives the same Config."""
+    return OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json")))
+
+
+def _as_dotlist(overrides: Sequence[str]) -> list[str]:
+    for item in overrides:
+        if "=" not in item:
+            raise ConfigError(f"override {item!r}: expected key=value")
+    return list(overrides)
+
+
+def _explain(error: Any) -> str:
+    location = [part for part in error["loc"] if not (isinstance(part, str) and part.startswith("constrained"))]
+    key = ".".join(str(part) for part in location) or "configuration"
+    if error["type"] != "extra_forbidden":
+        found = "" if error["type"] == "missing" else f" (found {error['input']!r})"
+        return f"  {key}: {error['msg'].removeprefix('Value error, ')}{found if len(found) < 200 else ''}"
+    siblings = _fields_at(Config, location[:-1])
+    close = difflib.get_close_matches(str(location[-1]), siblings, n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]!r}?" if close else f"valid keys here: {', '.join(sorted(siblings))}"
+    return f"  {key}: unknown key; {hint}"
+
+
+def _fields_at(model: type[BaseModel], location: Sequence[Any]) -> list[str]:
+    for part in location:
+        annotation = model.model_fields[part].annotation
+        options = [annotation, *getattr(annotation, "__args__", ())]
+        nested = next((o for o in options if isinstance(o, type) and issubclass(o, BaseModel)), None)
+        if nested is None:
+            return []
+        model = nested
+    return list(model.model_fields)

@@ -1,0 +1,91 @@
+"""From a step's graded samples to weighted training sequences (paper eq. 1, 7, 8, 11, 12)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rise_engine.sequences import TrainSequence
+
+from .advantages import group_advantages, overlong_penalty
+from .config import GrpoConfig, GuidanceConfig
+from .guidance import guided_gains
+from .samples import Sample
+from .weights import StepWeights
+
+
+@dataclass(frozen=True)
+class StepLoss:
+    """advantages: one per natural sample (None: ungraded). gains: one per guided sample (0: filtered out)."""
+
+    sequences: list[TrainSequence]
+    advantages: list[float | None]
+    penalties: list[float]
+    gains: list[float]
+
+
+def build_step_loss(
+    natural: Sequence[Sample],
+    guided: Sequence[Sample],
+    prompt_ids: dict[str, tuple[int, ...]],
+    *,
+    guide_coefficient: float,
+    max_length: int,
+    grpo: GrpoConfig,
+    guidance: GuidanceConfig,
+) -> StepLoss:
+    """Every sequence that takes part in the step, with its token weight.
+
+    prompt_ids: the *original* prompt of each uid; guided answers are learnt under it. Ungraded samples take no part
+    anywhere; natural ones of advantage 0 do (they count in the denominators, and the engine need not forward them).
+    """
+    penalties = [
+        overlong_penalty(s.length, max_length=max_length, buffer=grpo.overlong_buffer, factor=grpo.overlong_factor)
+        for s in natural
+    ]
+    shaped = [None if s.reward is None else s.reward + p for s, p in zip(natural, penalties)]
+    advantages = group_advantages(shaped, [s.example.uid for s in natural])
+    counted = [
+        (s, a) for s, a in zip(natural, advantages) if a is not None and not (grpo.mask_truncated and s.truncated)
+    ]
+
+    gains = [0.0] * len(guided)
+    for uid in prompt_ids:
+        members = [i for i, s in enumerate(guided) if s.example.uid == uid]
+        rewards = [None if guidance.drop_truncated and guided[i].truncated else guided[i].reward for i in members]
+        baseline = [s.reward for s in natural if s.example.uid == uid]
+        for i, gain in zip(members, guided_gains(rewards, baseline, guidance.gain_max)):
+            gains[i] = gain
+    kept = Counter(s.example.uid for s, gain in zip(guided, gains) if gain > 0)
+
+    weights = StepWeights(
+        natural_lengths=[s.length for s, _ in counted],
+        prompts=len(prompt_ids),
+        guide_coefficient=guide_coefficient,
+        aggregation=grpo.aggregation,
+        norm_length=max_length,
+    )
+    sequences = [
+        TrainSequence(
+            uid=s.example.uid,
+            prompt_ids=prompt_ids[s.example.uid],
+            response_ids=s.rollout.token_ids,
+            token_weight=weights.natural(s.length),
+            advantage=advantage,
+            behaviour_logprob=s.rollout.logprobs,
+        )
+        for s, advantage in counted
+    ]
+    sequences += [
+        TrainSequence(
+            uid=s.example.uid,
+            prompt_ids=prompt_ids[s.example.uid],
+            response_ids=s.rollout.token_ids,
+            token_weight=weights.guided(gain, s.length, kept[s.example.uid]),
+            is_guide=True,
+        )
+        for s, gain in zip(guided, gains)
+        if gain > 0
+    ]
+    return StepLoss(sequences, advantages, penalties, gains)
