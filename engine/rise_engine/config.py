@@ -1,0 +1,82 @@
+"""The engine's typed configuration. Every key is explained here; unknown keys are refused."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class OffloadConfig(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    optimizer: bool = Field(
+        False, description="Keep the optimizer's state in host memory (ZeRO 1-3, DeepSpeedCPUAdam)."
+    )
+    parameters: bool = Field(False, description="Keep the parameters in host memory between uses (ZeRO 3 only).")
+    pin_memory: bool = Field(True, description="Page-lock the offloaded buffers: faster copies, memory not swappable.")
+
+
+class EngineConfig(BaseModel):
+    """How the policy is held, trained and split. Nothing here changes what is computed, rounding aside."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    model: str = Field(description="A local transformers folder or a hub id, with tokenizer and chat template.")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description="Type of the forward and backward pass. auto: bfloat16 on a GPU, float32 on a CPU. Master weights, "
+        "gradient accumulation and optimizer state are float32 either way.",
+    )
+    zero_stage: Literal[0, 1, 2, 3] = Field(
+        0,
+        description="DeepSpeed ZeRO stage: 0 nothing is split, 1 optimizer state, 2 and gradients, 3 and parameters. "
+        "Stage 0 with bfloat16 runs as stage 1, because stage 0 cannot accumulate bfloat16 gradients in float32.",
+    )
+    lr: float = Field(1e-6, ge=0, description="Learning rate after warm-up; constant from there.")
+    warmup_steps: int = Field(10, ge=0, description="Steps over which the rate rises linearly from lr/warmup_steps.")
+    weight_decay: float = Field(0.1, ge=0, description="AdamW's decoupled weight decay; norms and biases have none.")
+    betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW's betas.")
+    eps: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
+    clip_norm: float = Field(1.0, ge=0, description="Global gradient norm above which gradients are scaled; 0: never.")
+    activation_checkpointing: bool = Field(
+        False, description="Recompute each layer in the backward pass: less memory, about a third more time."
+    )
+    micro_batch_tokens: int = Field(
+        4096,
+        gt=0,
+        description="Budget of tokens per forward pass, shared prompts counted once and padding counted. A longer "
+        "sequence gets a micro-batch of its own.",
+    )
+    head_budget_mib: int = Field(
+        512, gt=0, description="Temporary memory of the fused head (log-probs and losses) in MiB."
+    )
+    attention: Literal["auto", "sdpa", "flash_attention_2", "eager"] = Field(
+        "auto", description="Attention implementation. auto: sdpa."
+    )
+    offload: OffloadConfig = Field(default_factory=OffloadConfig, description="What lives in host memory.")
+    deepspeed: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Raw DeepSpeed settings, merged last over the built ones (see --dry-run).",
+    )
+    seed: int = Field(0, ge=0, description="Seeds torch, numpy and random at start (dropout, LoRA initialisation).")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> EngineConfig:
+        if self.offload.parameters and self.zero_stage != 3:
+            raise ValueError(f"offload.parameters needs zero_stage 3, found zero_stage {self.zero_stage}")
+        if self.offload.optimizer and self.zero_stage == 0:
+            raise ValueError("offload.optimizer needs zero_stage 1, 2 or 3, found zero_stage 0")
+        return self
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        if self.dtype == "auto":
+            return torch.bfloat16 if torch.cuda.is_available() else torch.float32
+        return getattr(torch, self.dtype)
+
+    @property
+    def effective_zero_stage(self) -> int:
+        """Stage 1 where stage 0 was asked for in bfloat16: the same split on one rank, right accumulation on all."""
+        return 1 if self.zero_stage == 0 and self.torch_dtype == torch.bfloat16 else self.zero_stage

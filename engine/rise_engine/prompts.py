@@ -1,0 +1,38 @@
+"""From a conversation to prompt ids: one function for rollout, training and guided re-evaluation alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+
+def render_prompt(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, str]],
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> tuple[int, ...]:
+    """Token ids of the conversation up to where the assistant's answer begins.
+
+    `chat_template_kwargs` go to the template (Qwen3's `enable_thinking`, for one). Raises ValueError if the tokenizer
+    has no chat template, or if the conversation is empty or renders to no tokens.
+    """
+    if not messages:
+        raise ValueError("messages: expected at least one message, found none")
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"tokenizer {tokenizer.name_or_path!r} has no chat template: use an instruction-tuned model, or put a "
+            "`chat_template.jinja` in the model folder"
+        )
+    rendered = tokenizer.apply_chat_template(
+        [dict(m) for m in messages],
+        tokenize=True,
+        add_generation_prompt=True,
+        return_dict=True,
+        **dict(chat_template_kwargs or {}),
+    )
+    ids = tuple(int(i) for i in rendered["input_ids"])
+    if not ids:
+        raise ValueError("messages: the chat template rendered no tokens at all")
+    return ids
