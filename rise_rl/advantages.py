@@ -10,9 +10,7 @@ FLAT_RANGE = 1e-8
 """Rewards closer together than this carry no preference: what is left of them is rounding."""
 
 
-def group_advantages(
-    rewards: Sequence[float | None], uids: Sequence[str], eps: float = 1e-6
-) -> list[float | None]:
+def group_advantages(rewards: Sequence[float | None], uids: Sequence[str], eps: float = 1e-6) -> list[float | None]:
     """A_i = (r_i - mean) / (std + eps) over the samples of one prompt uid, std with ddof = 1 (as verl and TRL).
 
     rewards, uids: one per sample, in any order. A reward of None is an ungraded sample: it gets None and counts in

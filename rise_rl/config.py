@@ -132,9 +132,7 @@ class Config(Section):
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
         ("tensorboard",), description="Where curves go; TensorBoard is always written."
     )
-    grader: str | None = Field(
-        None, description="A grader of your own as module:object; it judges every criterion."
-    )
+    grader: str | None = Field(None, description="A grader of your own as module:object; it judges every criterion.")
     data: DataConfig
     grpo: GrpoConfig = Field(default_factory=GrpoConfig)
     guidance: GuidanceConfig = Field(default_factory=GuidanceConfig)

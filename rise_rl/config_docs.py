@@ -1,0 +1,62 @@
+"""Writes docs/config.md, the page of all configuration keys: `python -m rise_rl.config_docs`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from .config import Config
+
+PAGE = Path(__file__).parents[1] / "docs" / "config.md"
+HEAD = """# Configuration
+
+One YAML file a run; any key can be overridden on the command line as `section.key=value`, and unknown keys are refused
+with the nearest valid name. This page is generated from the code by `python -m rise_rl.config_docs`.
+"""
+
+
+def nested_model(annotation: Any) -> type[BaseModel] | None:
+    options = [annotation, *get_args(annotation)]
+    return next((o for o in options if isinstance(o, type) and issubclass(o, BaseModel)), None)
+
+
+def type_name(annotation: Any) -> str:
+    text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+    for noise in ("typing.", "NoneType"):
+        text = text.replace(noise, "" if noise == "typing." else "null")
+    return text.split(", FieldInfo")[0].replace("Annotated[", "").replace(" | None", " or null").replace("|", "or")
+
+
+def default_text(field: Any) -> str:
+    if field.is_required():
+        return "required"
+    default = field.get_default(call_default_factory=True)
+    if default is PydanticUndefined or isinstance(default, BaseModel):
+        return ""
+    if isinstance(default, tuple) and default and len(str(default)) > 60:
+        return f"{len(default)} built-in"
+    return "`null`" if default is None else f"`{default}`"
+
+
+def rows(model: type[BaseModel], prefix: str = "") -> list[str]:
+    lines = []
+    for name, field in model.model_fields.items():
+        key, inner = f"{prefix}{name}", nested_model(field.annotation)
+        kind = "section" if inner else type_name(field.annotation)
+        text = (field.description or (inner.__doc__ if inner else "") or "").strip().split("\n\n")[0].replace("\n", " ")
+        lines.append(f"| `{key}` | {kind} | {default_text(field)} | {text.replace('|', 'or')} |")
+        if inner:
+            lines += rows(inner, f"{key}.")
+    return lines
+
+
+def page() -> str:
+    table = ["| key | type | default | meaning |", "|---|---|---|---|", *rows(Config)]
+    return HEAD + "\n" + "\n".join(table) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,139 @@
+"""From a configuration to a finished run: data, grader, policy, rollouts and run folder put together."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+
+from rise_engine.checkpoint import CheckpointStore
+from rise_engine.policy import PolicyEngine
+from rise_engine.prompts import render_prompt
+from rise_engine.rollout.transformers import TransformersRollout
+from rise_kernels.token_losses import LossSpec
+
+from .config import Config, ConfigError, DataConfig
+from .data import DataError, Example, load_examples
+from .fetch import resolve_model
+from .graders.base import Grader
+from .graders.plugin import load_grader
+from .graders.routing import RoutingGrader, required_routes
+from .graders.rule import RuleGrader
+from .progress import Progress
+from .run_folder import RunFolder
+from .trainer import Trainer
+
+
+class Interrupted(Exception):
+    """The run was asked to stop; its checkpoint is saved."""
+
+
+def make_grader(config: Config, examples: Sequence[Example]) -> Grader:
+    """The grader the data needs; fails before anything is loaded if a criterion has nobody to judge it."""
+    if config.grader:
+        return load_grader(config.grader)
+    judge: Grader | None = None
+    if config.judge is not None:
+        from .graders.llm import LlmGrader
+
+        judge = LlmGrader(config.judge)
+    elif "llm" in required_routes(examples):
+        raise ConfigError("judge: the data has criteria that need a language model to judge them; set judge.model")
+    return RoutingGrader(rule=RuleGrader(), llm=judge)
+
+
+def fitting(
+    examples: Sequence[Example], tokenizer: object, config: DataConfig, console: Console, source: str
+) -> list[Example]:
+    """The examples whose prompt is within data.max_prompt_tokens; others stop the run or are dropped and counted."""
+    kept = []
+    for example in examples:
+        length = len(render_prompt(tokenizer, example.messages, config.chat_template))  # type: ignore[arg-type]
+        if length <= config.max_prompt_tokens:
+            kept.append(example)
+        elif config.overlong_prompt == "error":
+            raise DataError(
+                f"{source}: prompt {example.uid!r} has {length} tokens, more than data.max_prompt_tokens "
+                f"({config.max_prompt_tokens}); raise the limit or set data.overlong_prompt=drop"
+            )
+    if len(kept) < len(examples):
+        console.print(f"{source}: dropped {len(examples) - len(kept)} of {len(examples)} prompts as too long")
+    if not kept:
+        raise DataError(f"{source}: no prompt is left to use")
+    return kept
+
+
+def run_training(config: Config, *, resume: bool = False, console: Console | None = None) -> Path:
+    """Runs (or resumes) a training run and returns its folder. Raises Interrupted after Ctrl-C, once saved."""
+    console = console or Console()
+    train = load_examples(config.data.train)
+    heldout = load_examples(config.data.heldout) if config.data.heldout else []
+    grader = make_grader(config, [*train, *heldout])
+    model = resolve_model(config.model)
+
+    folder = Path(config.output) / config.name
+    run = RunFolder.resume(folder, config) if resume else RunFolder.create(folder, config)
+    policy = PolicyEngine(model, config.engine, loss=loss_spec(config), seed=config.seed)
+    needed = config.data.max_prompt_tokens + config.guidance.budget_tokens + config.rollout.max_new_tokens
+    if needed > policy.context_length:
+        raise ConfigError(
+            f"data.max_prompt_tokens + guidance.budget_tokens + rollout.max_new_tokens = {needed}, but {config.model} "
+            f"has a context of {policy.context_length} tokens"
+        )
+    train = fitting(train, policy.tokenizer, config.data, console, config.data.train)
+    heldout = fitting(heldout, policy.tokenizer, config.data, console, str(config.data.heldout)) if heldout else []
+
+    checkpoints = CheckpointStore(folder / "checkpoints", keep=config.checkpoint.keep)
+    if resume:
+        found = checkpoints.load_latest(policy)
+        run.truncate_after(policy.step)
+        console.print(f"resuming {folder} after step {policy.step}" if found else f"{folder}: no checkpoint yet")
+    rollouts = TransformersRollout(policy, max_rows=config.rollout.max_rows)
+    with run, Progress(config.steps, policy.step, console) as progress, stop_signals(console) as stopped:
+        trainer = Trainer(
+            config,
+            policy=policy,
+            rollouts=rollouts,
+            grader=grader,
+            train=train,
+            heldout=heldout,
+            run=run,
+            checkpoints=checkpoints,
+            progress=progress,
+            should_stop=lambda: bool(stopped),
+        )
+        finished = trainer.train()
+    if not finished:
+        raise Interrupted(folder)
+    return folder
+
+
+def loss_spec(config: Config) -> LossSpec:
+    return LossSpec(
+        gamma=config.guidance.gamma,
+        clip_low=config.grpo.clip_low,
+        clip_high=config.grpo.clip_high,
+        dual_clip=config.grpo.dual_clip,
+    )
+
+
+@contextmanager
+def stop_signals(console: Console) -> Iterator[list[int]]:
+    """Ctrl-C or SIGTERM asks the run to save after this step (the list fills); a second one stops at once."""
+    received: list[int] = []
+
+    def on_signal(number: int, _: object) -> None:
+        if received:
+            raise KeyboardInterrupt
+        received.append(number)
+        console.print("stopping after this step and saving; once more to stop at once (the last checkpoint stands)")
+
+    previous = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,74 @@
+"""What a person sees while a run goes on: one line per step, the phase under way, and the time left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
+
+PHASES = {"rollout": "natural rollouts", "guided_rollout": "guided rollouts", "evaluate": "held-out evaluation"}
+
+
+def number(value: float | None, form: str = ".3f") -> str:
+    return "-" if value is None else format(value, form)
+
+
+class Progress:
+    """Bars on a terminal, plain lines elsewhere. Use as a context manager around the run."""
+
+    def __init__(self, steps: int, done: int = 0, console: Console | None = None) -> None:
+        self.console = console or Console()
+        self.bars = RichProgress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=not self.console.is_terminal,
+        )
+        self.steps, self.done, self.seconds = steps, done, 0.0
+        self.timed = 0
+        self.task = self.bars.add_task("steps", total=steps, completed=done)
+
+    def __enter__(self) -> Progress:
+        self.bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bars.stop()
+
+    @contextmanager
+    def counting(self, phase: str, total: int) -> Iterator[Callable[[int], None]]:
+        """Yields a function that takes how many of `total` are finished."""
+        task = self.bars.add_task(PHASES.get(phase, phase), total=total)
+        try:
+            yield lambda finished: self.bars.update(task, completed=finished)
+        finally:
+            self.bars.remove_task(task)
+
+    def stepped(self, metrics: dict[str, Any]) -> None:
+        self.done = int(metrics["step"])
+        self.seconds += metrics["time/step"]
+        self.timed += 1
+        left = (self.steps - self.done) * self.seconds / self.timed
+        self.bars.update(self.task, completed=self.done)
+        self.console.print(
+            f"step {self.done}/{self.steps}  reward {number(metrics['reward/natural'])} "
+            f"(smoothed {number(metrics['reward/natural_smoothed'])})  guided {number(metrics['reward/guided'])} "
+            f"kept {metrics['guided/kept']}/{metrics['guided/generated']}  entropy {number(metrics['entropy'], '.2f')}  "
+            f"{metrics['time/step']:.1f} s, about {left / 60:.0f} min left",
+            highlight=False,
+        )
+
+    def evaluated(self, record: dict[str, Any]) -> None:
+        self.console.print(
+            f"held-out reward after {record['step']} steps: [bold]{number(record['reward/mean'])}[/bold] "
+            f"({record['samples']} answers, {number(record['length/mean'], '.0f')} tokens on average)",
+            highlight=False,
+        )

@@ -1,0 +1,127 @@
+"""A step's metrics, under the names of `run_folder.METRICS`. Values that do not exist for a step are None."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from rise_engine.sequences import StepStats
+
+from .samples import Sample
+from .step_loss import StepLoss
+
+SMOOTHING = 0.9
+"""Weight of the past in the smoothed curves: about the last ten steps."""
+
+Value = float | None
+
+
+def mean(values: Iterable[Value]) -> Value:
+    """Over the values that exist; None when none does."""
+    known = [v for v in values if v is not None]
+    return fmean(known) if known else None
+
+
+def smooth(previous: Value, value: Value) -> Value:
+    """Exponential moving average that starts at the first value and holds through missing ones."""
+    if value is None or previous is None:
+        return previous if value is None else value
+    return SMOOTHING * previous + (1 - SMOOTHING) * value
+
+
+def reward_gap(natural: Sequence[Sample], guided: Sequence[Sample]) -> tuple[Value, Value]:
+    """Delta_r (eq. 13): mean guided minus mean natural reward, over the prompts that had guided rollouts, and the same
+    with the natural mean taken over all prompts of the step.
+    """
+    uids = {s.example.uid for s in guided}
+    privileged = mean(s.reward for s in guided)
+    of_these = mean(s.reward for s in natural if s.example.uid in uids)
+    of_all = mean(s.reward for s in natural)
+    if privileged is None or of_these is None or of_all is None:
+        return None, None
+    return privileged - of_these, privileged - of_all
+
+
+def sample_metrics(natural: Sequence[Sample], guided: Sequence[Sample], loss: StepLoss) -> dict[str, Value]:
+    """What the answers were like."""
+    everyone = [*natural, *guided]
+    groups = defaultdict(list)
+    for sample, advantage in zip(natural, loss.advantages):
+        groups[sample.example.uid].append(advantage)
+    kept = sum(gain > 0 for gain in loss.gains)
+    raw, over_all = reward_gap(natural, guided)
+    shaped = [None if s.reward is None else s.reward + p for s, p in zip(natural, loss.penalties)]
+    return {
+        "reward/natural": mean(s.reward for s in natural),
+        "reward/guided": mean(s.reward for s in guided),
+        "reward/shaped": mean(shaped),
+        "overlong_penalty/mean": mean(loss.penalties),
+        "gap/raw": raw,
+        "gap/all_prompts": over_all,
+        "guided/generated": len(guided),
+        "guided/kept": kept,
+        "guided/kept_fraction": kept / len(guided) if guided else None,
+        "length/natural_mean": mean(s.length for s in natural),
+        "length/guided_mean": mean(s.length for s in guided),
+        "truncated/natural": mean(float(s.truncated) for s in natural),
+        "truncated/guided": mean(float(s.truncated) for s in guided),
+        "unknown_verdicts": sum(v is None for s in everyone for v in s.verdicts),
+        "ungraded_samples": sum(s.reward is None for s in everyone),
+        "groups/zero_advantage": sum(not any(group) for group in groups.values()),
+        "tokens/generated": sum(s.length for s in everyone),
+    }
+
+
+def training_metrics(stats: StepStats, sequences: int) -> dict[str, Value]:
+    """What the optimizer step did; NaN of the engine (no such token) becomes None."""
+    values: Mapping[str, float] = {
+        "loss": stats.loss,
+        "loss/policy": stats.policy_loss,
+        "loss/guide": stats.guide_loss,
+        "grad_norm": stats.grad_norm,
+        "lr": stats.lr,
+        "clip_fraction": stats.clip_fraction,
+        "rho/mean": stats.mean_support,
+        "entropy": stats.entropy,
+        "ratio/mean": stats.ratio_mean,
+        "ratio/max": stats.ratio_max,
+        "kl": stats.kl,
+        "logprob_gap/mean": stats.logprob_gap_mean,
+        "logprob_gap/p99": stats.logprob_gap_p99,
+        "logprob_gap/max": stats.logprob_gap_max,
+        "tokens/trained": stats.tokens,
+        "sequences/forwarded": stats.forwarded_sequences,
+        "sequences/skipped": sequences - stats.forwarded_sequences,
+    }
+    return {name: None if math.isnan(value) else value for name, value in values.items()}
+
+
+def criterion_failures(samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    """Per criterion of the cohort: how many of its samples fail it (a graded verdict fails by 1 - value; a negative
+    criterion fails by being met), for the report's heat map.
+    """
+    failures: Counter[tuple[str, int]] = Counter()
+    judged: Counter[tuple[str, int]] = Counter()
+    examples = {s.example.uid: s.example for s in samples}
+    for sample in samples:
+        for k, (criterion, verdict) in enumerate(zip(sample.example.rubric.criteria, sample.verdicts)):
+            if verdict is not None:
+                key = (sample.example.uid, k)
+                judged[key] += 1
+                failures[key] += 1 - verdict if criterion.weight > 0 else verdict  # type: ignore[assignment]
+    return [
+        {
+            "uid": uid,
+            "criterion": k,
+            "text": criterion.text,
+            "weight": criterion.weight,
+            "topic": example.domain,
+            "failures": failures[uid, k],
+            "samples": judged[uid, k],
+        }
+        for uid, example in examples.items()
+        for k, criterion in enumerate(example.rubric.criteria)
+    ]
