@@ -122,7 +122,9 @@ def sample(
         from .inference import sample_answers
 
         text = sys.stdin.read() if prompt == "-" else prompt
-        for answer in sample_answers(model, text, n=n, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed):
+        for answer in sample_answers(
+            model, text, n=n, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed
+        ):
             console.print(answer, markup=False, highlight=False)
             console.rule()
 
@@ -140,7 +142,11 @@ def evaluate(
         from .config import load_config
         from .inference import evaluate_model
 
-        changes = [*(overrides or []), *([f"model={model}"] if model else []), *([f"data.heldout={prompts}"] if prompts else [])]
+        changes = [
+            *(overrides or []),
+            *([f"model={model}"] if model else []),
+            *([f"data.heldout={prompts}"] if prompts else []),
+        ]
         record = evaluate_model(load_config(config, changes), console)
         if output:
             output.write_text(json.dumps(record, indent=2), encoding="utf-8")

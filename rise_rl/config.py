@@ -17,13 +17,14 @@ from yaml import YAMLError
 
 from rise_engine.config import EngineConfig
 
+from .errors import RiseError
 from .graders.judge_config import JudgeConfig
 from .guidance import TEMPLATES
 from .plateau import PlateauRule
 from .weights import Aggregation
 
 
-class ConfigError(ValueError):
+class ConfigError(RiseError, ValueError):
     """The configuration cannot be used; the message names the file, the key, what was found and what was expected."""
 
 

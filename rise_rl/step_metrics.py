@@ -13,9 +13,6 @@ from rise_engine.sequences import StepStats
 from .samples import Sample
 from .step_loss import StepLoss
 
-SMOOTHING = 0.9
-"""Weight of the past in the smoothed curves: about the last ten steps."""
-
 Value = float | None
 
 
@@ -23,13 +20,6 @@ def mean(values: Iterable[Value]) -> Value:
     """Over the values that exist; None when none does."""
     known = [v for v in values if v is not None]
     return fmean(known) if known else None
-
-
-def smooth(previous: Value, value: Value) -> Value:
-    """Exponential moving average that starts at the first value and holds through missing ones."""
-    if value is None or previous is None:
-        return previous if value is None else value
-    return SMOOTHING * previous + (1 - SMOOTHING) * value
 
 
 def reward_gap(natural: Sequence[Sample], guided: Sequence[Sample]) -> tuple[Value, Value]:

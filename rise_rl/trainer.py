@@ -27,12 +27,13 @@ from .config import Config
 from .data import Example
 from .graders.base import Grader
 from .guidance import draw_template, guided_prompt, select_feedback
+from .plateau import smooth
 from .progress import Progress
 from .run_folder import RunFolder
 from .samples import Sample, grade_rollouts
 from .schedule import GuidanceSchedule
 from .step_loss import build_step_loss
-from .step_metrics import criterion_failures, mean, sample_metrics, smooth, training_metrics
+from .step_metrics import criterion_failures, mean, sample_metrics, training_metrics
 
 Prompt = tuple[int, ...]
 

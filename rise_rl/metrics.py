@@ -1,0 +1,118 @@
+"""Every number a run writes, under its name: the one table that the trainer, the report and docs/metrics.md share.
+
+`python -m rise_rl.metrics` prints the page.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+
+class Metric(NamedTuple):
+    description: str
+    unit: str = ""
+
+
+METRICS: dict[str, Metric] = {
+    "step": Metric("optimizer steps done, this one included (from 1)", "steps"),
+    "epoch": Metric("passes over the training prompts before this step", "epochs"),
+    "reward/natural": Metric("mean complete-rubric reward of the natural rollouts (eq. 3)", "reward, 0-1"),
+    "reward/natural_smoothed": Metric("its exponential moving average (weight of the past 0.9)", "reward, 0-1"),
+    "reward/guided": Metric("mean complete-rubric reward of the guided rollouts", "reward, 0-1"),
+    "reward/shaped": Metric("mean of reward plus overlong penalty, which GRPO's advantages use", "reward"),
+    "gap/raw": Metric(
+        "Delta_r (eq. 13): guided minus natural mean, over the prompts that had guided rollouts", "reward"
+    ),
+    "gap/smoothed": Metric("its exponential moving average; the plateau rule looks at it", "reward"),
+    "gap/all_prompts": Metric("guided mean minus the natural mean over all prompts of the step", "reward"),
+    "lambda": Metric("weight of the guide loss (eq. 12); 0 once guidance is removed"),
+    "guidance/active": Metric("whether guided rollouts were generated", "true/false"),
+    "guided/generated": Metric("guided rollouts", "samples"),
+    "guided/kept": Metric("guided rollouts that beat their prompt's natural mean (eq. 7)", "samples"),
+    "guided/kept_fraction": Metric("kept of generated", "0-1"),
+    "guided/no_feedback_prompts": Metric("prompts without guided rollouts: nothing missed, or no hint fits", "prompts"),
+    "guided/dropped_criteria": Metric("criteria left out of hints because the budget was full", "criteria"),
+    "rho/mean": Metric("mean support factor p / (p + gamma) of the kept guided tokens (eq. 10)", "0-1"),
+    "entropy": Metric("mean entropy of the policy over the natural tokens trained on", "nats"),
+    "clip_fraction": Metric("natural tokens whose ratio was clipped", "0-1"),
+    "ratio/mean": Metric("mean of new over old probability", "ratio"),
+    "ratio/max": Metric("largest of new over old probability", "ratio"),
+    "kl": Metric("mean KL estimate to the reference policy, where one is used", "nats"),
+    "loss": Metric("total loss (eq. 12)"),
+    "loss/policy": Metric("its GRPO part"),
+    "loss/guide": Metric("its guide part, before lambda"),
+    "grad_norm": Metric("gradient norm before clipping"),
+    "lr": Metric("learning rate of this step"),
+    "length/natural_mean": Metric("mean length of natural responses, stop token included", "tokens"),
+    "length/guided_mean": Metric("mean length of guided responses", "tokens"),
+    "truncated/natural": Metric("natural responses cut at the maximum length", "0-1"),
+    "truncated/guided": Metric("guided responses cut at the maximum length", "0-1"),
+    "overlong_penalty/mean": Metric("mean overlong penalty (0 or below)", "reward"),
+    "unknown_verdicts": Metric("criteria that the grader could not judge", "verdicts"),
+    "ungraded_samples": Metric("samples left out because a verdict is unknown", "samples"),
+    "groups/zero_advantage": Metric("prompts whose natural rewards are all equal: no policy gradient", "prompts"),
+    "sequences/forwarded": Metric("sequences that the optimizer step computed", "sequences"),
+    "sequences/skipped": Metric("sequences not computed because they cannot change anything", "sequences"),
+    "logprob_gap/mean": Metric("mean |log-prob difference| between rollout engine and trainer, sampled tokens", "nats"),
+    "logprob_gap/p99": Metric("its 99th percentile", "nats"),
+    "logprob_gap/max": Metric("its maximum", "nats"),
+    "time/rollout": Metric("sampling natural rollouts", "s"),
+    "time/guided_rollout": Metric("sampling guided rollouts", "s"),
+    "time/grade": Metric("grading", "s"),
+    "time/train": Metric("forward, backward, optimizer", "s"),
+    "time/sync": Metric("handing the weights to the rollout engine, parity probe included", "s"),
+    "time/evaluate": Metric("held-out evaluation, its grading included", "s"),
+    "time/checkpoint": Metric("saving", "s"),
+    "time/step": Metric("the whole step by the clock", "s"),
+    "tokens/generated": Metric("tokens sampled, natural and guided", "tokens"),
+    "tokens/trained": Metric("response tokens in the optimizer step", "tokens"),
+    "tokens_per_second": Metric("tokens sampled per second of the whole step", "tokens/s"),
+    "memory/peak_gib": Metric("peak memory so far: of the GPU where there is one, else of the process", "GiB"),
+}
+"""One line of metrics.jsonl holds every name; null where a step has no such value."""
+
+EVAL_METRICS: dict[str, Metric] = {
+    "step": Metric("optimizer steps done before the evaluation; 0 is the untrained model", "steps"),
+    "reward/mean": Metric("mean held-out reward, without guidance", "reward, 0-1"),
+    "score/mean": Metric("mean score before clipping to [0, 1] (HealthBench's own)", "score"),
+    "length/mean": Metric("mean response length", "tokens"),
+    "truncated": Metric("responses cut at the maximum length", "0-1"),
+    "entropy": Metric("mean entropy over the sampled tokens, where the engine gives it", "nats"),
+    "unknown_verdicts": Metric("criteria that the grader could not judge", "verdicts"),
+    "samples": Metric("answers of the fixed cohort", "samples"),
+    "criteria": Metric(
+        "per criterion of the cohort: uid, criterion (index), text, weight, topic, failures (samples that miss it; a graded "
+        "verdict counts 1 - value; a negative criterion fails by being met) and samples (judged)",
+        "list",
+    ),
+}
+
+
+def check_names(values: Iterable[str], known: Mapping[str, Metric]) -> None:
+    """Raises ValueError for a name that is not in the table."""
+    for name in values:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else "add it to the table in rise_rl/metrics.py"
+            raise ValueError(f"metric {name!r}: not a known name; {hint}")
+
+
+def markdown() -> str:
+    """docs/metrics.md."""
+    lines = [
+        "# Metrics",
+        "",
+        "Generated by `python -m rise_rl.metrics > docs/metrics.md`. A run folder holds one JSON line per step in",
+        "`metrics.jsonl` and one per held-out evaluation in `evals.jsonl`. Every line has every name; `null` means that",
+        "the step has no such value (no guided rollouts, no evaluation) or that it was not finite.",
+    ]
+    for title, table in (("metrics.jsonl", METRICS), ("evals.jsonl", EVAL_METRICS)):
+        lines += ["", f"## {title}", "", "| name | meaning | unit |", "|---|---|---|"]
+        lines += [f"| `{name}` | {m.description.replace('|', chr(92) + '|')} | {m.unit} |" for name, m in table.items()]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")
