@@ -153,3 +153,9 @@ def token_losses(logprob: Tensor, rows: TokenRows, spec: LossSpec) -> TokenLosse
         support=support,
         kl=None if kl is None else torch.where(guide, 0.0, kl),
     )
+
+
+def loss_parts(losses: TokenLosses, rows: TokenRows) -> tuple[Tensor, Tensor]:
+    """The weighted sums over policy rows and over guide rows, float32 scalars; the loss is their sum."""
+    weighted = rows.token_weight * losses.loss
+    return torch.where(rows.is_guide, 0.0, weighted).sum(), torch.where(rows.is_guide, weighted, 0.0).sum()

@@ -1,0 +1,190 @@
+"""Autograd around a backend, once for all backends.
+
+Both functions are entered only when some gradient is wanted: needs_input_grad is True even under no_grad, so the
+caller looks at torch.is_grad_enabled() (`wanted`) and evaluation costs one GEMM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .backend import Backend, Grads, LinearHead, Needs, Options, RowStats
+from .token_losses import LossSpec, TokenLosses, TokenRows, loss_parts, token_losses
+
+_SCALE_SLAB = 16 << 20  # elements scaled at a time where the gradient's type differs from the parameter's
+
+
+@dataclass(frozen=True)
+class FusedCall:
+    """Everything a fused loss needs besides the tensors that autograd sees."""
+
+    backend: Backend
+    head: LinearHead
+    rows: TokenRows
+    spec: LossSpec
+    scale: Tensor
+    n_grad: int
+    with_entropy: bool
+    options: Options
+
+
+@dataclass(frozen=True)
+class StatsCall:
+    """Everything linear_logprob needs besides the tensors that autograd sees."""
+
+    backend: Backend
+    target: Tensor
+    temperature: float
+    softcap: float | None
+    with_entropy: bool
+    options: Options
+
+
+def wanted(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Needs:
+    on = torch.is_grad_enabled()
+    return Needs(
+        on and hidden.requires_grad, on and weight.requires_grad, on and bias is not None and bias.requires_grad
+    )
+
+
+@contextmanager
+def plain_precision(device: torch.device) -> Iterator[None]:
+    """No autocast inside a backend: it chooses the type of each product itself."""
+    with torch.autocast(device.type, enabled=False):
+        yield
+
+
+def forbid_double_backward() -> None:
+    """Grad mode is on inside a backward pass only under create_graph=True."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "rise_kernels: double backward (create_graph=True) is not supported: the gradients are formed without a graph"
+        )
+
+
+def run_fused(call: FusedCall, needs: Needs) -> tuple[RowStats, TokenLosses, Grads]:
+    """The backend's answer; a gradient that is needed and None is 0 (there are no rows that could have one)."""
+    with torch.no_grad(), plain_precision(call.head.hidden.device):
+        if call.head.hidden.shape[0] == 0:
+            stats = _no_rows(call.scale, call.with_entropy)
+            return stats, token_losses(stats.logprob, call.rows, call.spec), Grads(None, None, None)
+        n_grad = call.n_grad if any(needs) else 0
+        return call.backend.fused_loss(
+            call.head,
+            call.rows,
+            call.spec,
+            scale=call.scale,
+            n_grad=n_grad,
+            with_entropy=call.with_entropy,
+            needs=needs if n_grad else Needs(False, False, False),
+            options=call.options,
+        )
+
+
+def run_stats(head: LinearHead, call: StatsCall) -> RowStats:
+    with torch.no_grad(), plain_precision(head.hidden.device):
+        if head.hidden.shape[0] == 0:
+            return _no_rows(head.hidden, call.with_entropy)
+        return call.backend.stats(head, with_entropy=call.with_entropy, options=call.options)
+
+
+def _no_rows(like: Tensor, with_entropy: bool) -> RowStats:
+    def empty() -> Tensor:
+        return torch.zeros(0, device=like.device)
+
+    return RowStats(empty(), empty(), empty() if with_entropy else None)
+
+
+class FusedLoss(torch.autograd.Function):
+    """The loss and its statistics: the forward pass forms the gradients, the backward pass only scales them.
+
+    Saved for the backward pass: the gradients (times `scale`), neither hidden nor weight.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: FusedCall, needs: Needs):
+        stats, losses, grads = run_fused(call, needs)
+        ctx.save_for_backward(call.scale, *grads)
+        ctx.needs = needs
+        ctx.like = [None if x is None else (x.shape, x.dtype, x.device) for x in (hidden, weight, bias)]
+        return sum(loss_parts(losses, call.rows)), stats, losses
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor, *_: Any):
+        forbid_double_backward()
+        scale, *grads = ctx.saved_tensors
+        factor = upstream.float() / scale
+        out = [_scaled(grad, factor, *like) if need else None for grad, need, like in zip(grads, ctx.needs, ctx.like)]
+        return *out, None, None
+
+
+def _scaled(grad: Tensor | None, factor: Tensor, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """grad * factor in the parameter's type, multiplied in float32; never in place, the graph may be used again."""
+    if grad is None:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    if grad.dtype == dtype == torch.float32:
+        return grad * factor
+    out = torch.empty(shape, dtype=dtype, device=device)
+    step = max(1, _SCALE_SLAB // max(1, shape[1:].numel()))
+    for start in range(0, shape[0], step):
+        out[start : start + step] = grad[start : start + step].float() * factor
+    return out
+
+
+class LogProb(torch.autograd.Function):
+    """Log-prob, logsumexp and entropy with any upstream gradient: the logits are computed again in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: StatsCall, needs: Needs):
+        stats = run_stats(_head(hidden, weight, bias, call), call)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden, weight, bias, *stats)
+        ctx.call, ctx.needs = call, needs
+        return tuple(stats)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None):
+        forbid_double_backward()
+        hidden, weight, bias, *stats = ctx.saved_tensors
+        call: StatsCall = ctx.call
+        like = (hidden, weight, bias)
+        if hidden.shape[0] == 0:
+            return *(torch.zeros_like(x) if need else None for x, need in zip(like, ctx.needs)), None, None
+        logprob, logsumexp, entropy = (None if g is None else g.float().contiguous() for g in upstream)
+        with plain_precision(hidden.device):
+            grads = call.backend.stats_backward(
+                _head(hidden, weight, bias, call),
+                RowStats(*stats),
+                torch.zeros_like(stats[0]) if logprob is None else logprob,
+                logsumexp,
+                entropy,
+                needs=ctx.needs,
+                options=call.options,
+            )
+        return *(g.to(x.dtype) if need else None for g, x, need in zip(grads, like, ctx.needs)), None, None
+
+
+def _head(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: StatsCall) -> LinearHead:
+    return LinearHead(hidden, weight, call.target, bias, call.temperature, call.softcap)
+
+
+def apply_fused(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, call: FusedCall, needs: Needs
+) -> tuple[Tensor, RowStats, TokenLosses]:
+    """(loss, statistics, token losses); the loss is attached to the graph where a gradient is wanted."""
+    if any(needs):
+        return FusedLoss.apply(hidden, weight, bias, call, needs)
+    stats, losses, _ = run_fused(call, needs)
+    return sum(loss_parts(losses, call.rows)), stats, losses
+
+
+def apply_stats(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: StatsCall, needs: Needs) -> RowStats:
+    if any(needs):
+        return RowStats(*LogProb.apply(hidden, weight, bias, call, needs))
+    return run_stats(_head(hidden, weight, bias, call), call)
