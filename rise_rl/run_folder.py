@@ -1,0 +1,294 @@
+"""What a run leaves behind, written so that a kill at any moment loses nothing that a resume needs.
+
+    config.yaml       resolved configuration
+    manifest.json     revision, versions, hardware, data hash, command; one entry per resume
+    metrics.jsonl     a line per step, names of `rise_rl.metrics.METRICS`
+    evals.jsonl       a line per held-out evaluation, names of EVAL_METRICS
+    rollouts/         step_000012.jsonl: the answers of step 12 with their verdicts
+    tensorboard/      events
+    checkpoints/      the engine's
+    report.html
+
+Lines are flushed and synced one by one; whole files are written aside and renamed. NaN and infinities become null.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .config import Config, dump_config
+from .errors import RiseError
+from .manifest import code_revision, make_manifest, now, versions
+from .metrics import EVAL_METRICS, METRICS, Metric, check_names
+from .trackers import Tracker, check_trackers, first_step_again, numbers, open_trackers
+
+
+class RunFolderError(RiseError):
+    """The run folder cannot be used; the message says why and what to do."""
+
+
+class RunFolder:
+    """`RunFolder(path)` reads a run; `create` and `resume` open one for writing (as a context manager: with trackers).
+
+    A multi-process run has one writer, its first process.
+    """
+
+    def __init__(self, path: str | Path, config: Config | None = None) -> None:
+        self.path = Path(path)
+        self.checkpoints = self.path / "checkpoints"
+        self._config = config
+        self._trackers: list[Tracker] = []
+        self._last_step: dict[str, int] = {}
+        self._resumed_after: int | None = None
+        self._sent_until = -1
+
+    # --- opening ---------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def create(cls, path: str | Path, config: Config) -> RunFolder:
+        """A new run in a folder that is empty or not there yet. Raises RunFolderError otherwise."""
+        check_trackers(config.trackers)
+        run = cls(path, config)
+        found = sorted(p.name for p in run.path.iterdir()) if run.path.is_dir() else []
+        if found or run.path.is_file():
+            raise RunFolderError(
+                f"{run.path}: already there ({', '.join(found[:4]) or 'a file'}{', ...' if len(found) > 4 else ''}); "
+                "--resume goes on with that run, name=... starts another one, or remove it"
+            )
+        run.path.mkdir(parents=True, exist_ok=True)
+        write_aside(run.path / "config.yaml", dump_config(config))
+        run._write_manifest(make_manifest(config) | {"resumes": []})
+        return run
+
+    @classmethod
+    def resume(cls, path: str | Path, config: Config) -> RunFolder:
+        """An existing run, to go on with; nothing is written before `truncate_after`. Raises RunFolderError if there is
+        no run. The configuration may differ from the run's own: the manifest then says where.
+        """
+        check_trackers(config.trackers)
+        run = cls(path, config)
+        if not (run.path / "config.yaml").is_file():
+            raise RunFolderError(f"{run.path}: no run to resume (no config.yaml there); start it without --resume")
+        return run
+
+    def truncate_after(self, step: int) -> None:
+        """Drops what was logged after the checkpoint of step `step` that the run resumes from, whole or half-written.
+
+        step 0: no checkpoint was saved, so the run starts again, first evaluation included.
+        Raises RunFolderError if the log ends before the checkpoint, as then the two do not belong together.
+        """
+        last = max((row["step"] for row in self.metrics()), default=0)
+        if last < step:
+            raise RunFolderError(
+                f"{self.path}: the checkpoint is of step {step} but metrics.jsonl ends at step {last}; they are not of "
+                "one run, or metrics.jsonl was cut"
+            )
+        self._record_resume(step, last)
+        first_again = first_step_again(step)
+        for file in ("metrics.jsonl", "evals.jsonl"):
+            kept = [row for row in read_lines(self.path / file) if row["step"] < first_again]
+            write_aside(self.path / file, "".join(to_line(row) for row in kept))
+        for rollouts in (self.path / "rollouts").glob("step_*"):
+            if rollouts.suffix != ".jsonl" or int(rollouts.stem.removeprefix("step_")) >= first_again:
+                rollouts.unlink()
+        self._last_step.clear()
+
+    def _record_resume(self, step: int, last: int) -> None:
+        config = self._writable()
+        try:
+            manifest = self.manifest()
+        except RunFolderError:  # killed between config.yaml and manifest.json
+            manifest = make_manifest(config) | {"resumes": []}
+        changed = changed_keys(self.config(), yaml.safe_load(dump_config(config)))
+        entry = {
+            "time": now(),
+            "after_step": step,
+            "logged_until": last,
+            "code": code_revision(),
+            "versions": versions(),
+        }
+        manifest["resumes"].append(entry | {"config_changes": changed})
+        self._resumed_after = step
+        self._sent_until = max(r["logged_until"] for r in manifest["resumes"]) or -1
+        self._write_manifest(manifest)
+        write_aside(self.path / "config.yaml", dump_config(config))
+
+    def __enter__(self) -> RunFolder:
+        config = self._writable()
+        started = "".join(c for c in self.manifest()["started"] if c.isdigit())
+        self._trackers = open_trackers(
+            config.trackers,
+            self.path,
+            name=config.name,
+            run_id=f"{config.name}-{started[:14]}",
+            config=self.config(),
+            resumed_after=self._resumed_after,
+            sent_until=self._sent_until,
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for tracker in self._trackers:
+            tracker.close()
+        self._trackers = []
+
+    # --- writing ---------------------------------------------------------------------------------------------------
+
+    def log_metrics(self, values: Mapping[str, Any]) -> None:
+        """One step's line; names not given are null. Raises ValueError for an unknown name or a step logged already."""
+        self._log("metrics.jsonl", values, METRICS, prefix="")
+
+    def log_eval(self, values: Mapping[str, Any]) -> None:
+        """One held-out evaluation's line, under the same rules."""
+        self._log("evals.jsonl", values, EVAL_METRICS, prefix="eval/")
+
+    def write_rollouts(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
+        self._writable()
+        folder = self.path / "rollouts"
+        folder.mkdir(exist_ok=True)
+        write_aside(folder / f"step_{step:06d}.jsonl", "".join(to_line(r) for r in records))
+
+    def _log(self, file: str, values: Mapping[str, Any], known: Mapping[str, Metric], prefix: str) -> None:
+        self._writable()
+        check_names(values, known)
+        step, path = values["step"], self.path / file
+        if file not in self._last_step:
+            self._last_step[file] = max((row["step"] for row in read_lines(path)), default=-1)
+        if step <= self._last_step[file]:
+            raise ValueError(f"{file}: step {step} after step {self._last_step[file]}; a step is logged once")
+        row = finite({name: values.get(name) for name in known})
+        append_line(path, to_line(row))
+        self._last_step[file] = step
+        for tracker in self._trackers:
+            tracker.log({f"{prefix}{name}": v for name, v in numbers(row).items()}, step)
+
+    def _writable(self) -> Config:
+        if self._config is None:
+            raise ValueError(f"{self.path}: opened for reading; use RunFolder.create or RunFolder.resume to write")
+        return self._config
+
+    def _write_manifest(self, manifest: Mapping[str, Any]) -> None:
+        write_aside(self.path / "manifest.json", json.dumps(manifest, indent=2) + "\n")
+
+    # --- reading ---------------------------------------------------------------------------------------------------
+
+    def metrics(self) -> list[dict[str, Any]]:
+        return read_lines(self.path / "metrics.jsonl")
+
+    def evals(self) -> list[dict[str, Any]]:
+        return read_lines(self.path / "evals.jsonl")
+
+    def rollouts(self, step: int) -> list[dict[str, Any]]:
+        """The answers of a step; [] if it left none."""
+        return read_lines(self.path / "rollouts" / f"step_{step:06d}.jsonl")
+
+    def rollout_steps(self) -> list[int]:
+        return sorted(int(p.stem.removeprefix("step_")) for p in (self.path / "rollouts").glob("step_*.jsonl"))
+
+    def config(self) -> dict[str, Any]:
+        """config.yaml as plain values, readable whatever version wrote it."""
+        return self._parsed("config.yaml", yaml.safe_load, yaml.YAMLError)
+
+    def manifest(self) -> dict[str, Any]:
+        return self._parsed("manifest.json", json.loads, json.JSONDecodeError)
+
+    def _parsed(self, file: str, parse: Any, error: type[Exception]) -> dict[str, Any]:
+        path = self.path / file
+        if not path.is_file():
+            raise RunFolderError(f"{self.path}: not a run folder, it has no {file}")
+        try:
+            values = parse(path.read_text(encoding="utf-8"))
+        except (error, UnicodeDecodeError) as e:
+            raise RunFolderError(f"{path}: not readable: {e}") from e
+        if not isinstance(values, dict):
+            raise RunFolderError(f"{path}: expected a mapping, found {type(values).__name__}")
+        return values
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The rows of a JSON-lines file, [] if there is none. A last line cut by a kill is left out; one cut elsewhere
+    raises RunFolderError.
+    """
+    if not path.is_file():
+        return []
+    lines = path.read_bytes().split(b"\n")
+    rows = []
+    for number, line in enumerate(lines, 1):
+        if not line:
+            continue
+        try:
+            rows.append(json.loads(line))
+        except ValueError as e:
+            if number < len(lines):
+                raise RunFolderError(f"{path}, line {number}: not JSON ({e})") from e
+    return rows
+
+
+def to_line(row: Mapping[str, Any]) -> str:
+    return json.dumps(finite(row), ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def finite(value: Any) -> Any:
+    """The same value with null for NaN and infinities, which JSON does not have."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {k: finite(v) for k, v in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [finite(v) for v in value]
+    return value
+
+
+def append_line(path: Path, line: str) -> None:
+    """Appended and on the disk when this returns."""
+    try:
+        with path.open("ab") as f:
+            f.write(line.encode())
+            f.flush()
+            os.fsync(f.fileno())
+    except OSError as e:
+        raise _cannot_write(path, e) from e
+
+
+def write_aside(path: Path, text: str) -> None:
+    """The whole file or, if anything goes wrong, what was there before."""
+    aside = path.with_name(path.name + ".tmp")
+    try:
+        with aside.open("w", encoding="utf-8", newline="") as f:
+            f.write(text)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(aside, path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as e:
+        aside.unlink(missing_ok=True)
+        raise _cannot_write(path, e) from e
+
+
+def _cannot_write(path: Path, error: OSError) -> RunFolderError:
+    return RunFolderError(
+        f"{path}: cannot be written ({error.strerror}). What was saved before stands: mend it and go on with --resume"
+    )
+
+
+def changed_keys(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{dotted key: [before, after]} for every leaf that differs."""
+    changed: dict[str, Any] = {}
+    for key in before.keys() | after.keys():
+        old, new = before.get(key), after.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            changed |= changed_keys(old, new, f"{prefix}{key}.")
+        elif old != new:
+            changed[f"{prefix}{key}"] = [old, new]
+    return dict(sorted(changed.items()))

@@ -1,0 +1,127 @@
+"""Where curves go besides metrics.jsonl: TensorBoard always, wandb and trackio where asked for."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from .errors import RiseError
+
+PROJECT = "rise-rl"
+"""Project name at wandb and trackio; WANDB_PROJECT overrides it at wandb."""
+
+
+class Tracker(Protocol):
+    def log(self, values: Mapping[str, float], step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    """Event files in `folder`. purge_step: on resume, TensorBoard forgets what earlier files say from this step on."""
+
+    def __init__(self, folder: Path, purge_step: int | None = None) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=10)
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
+        self.writer.flush()
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class Wandb:
+    """One wandb run per run folder, resumed under the same id. Where it is sent (or WANDB_MODE=offline) is wandb's."""
+
+    def __init__(self, folder: Path, name: str, run_id: str, config: Mapping[str, Any]) -> None:
+        import wandb
+
+        project = os.environ.get("WANDB_PROJECT", PROJECT)
+        self.run = wandb.init(
+            project=project, name=name, id=run_id, dir=str(folder), config=dict(config), resume="allow"
+        )
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        self.run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+class Trackio:
+    """One trackio run per run folder, local unless TRACKIO_SPACE_ID says otherwise."""
+
+    def __init__(self, run_id: str, config: Mapping[str, Any]) -> None:
+        import trackio
+
+        self.run = trackio.init(project=PROJECT, name=run_id, config=dict(config), resume="allow")
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        self.run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+class Unrepeated:
+    """For a tracker that cannot take steps back: steps it was sent before a kill, which a resumed run computes again
+    with the same numbers, are not sent twice.
+    """
+
+    def __init__(self, tracker: Tracker, sent_until: int) -> None:
+        self.tracker, self.sent_until = tracker, sent_until
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        if step > self.sent_until:
+            self.tracker.log(values, step)
+
+    def close(self) -> None:
+        self.tracker.close()
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raises RiseError, before anything is made, for a tracker that is asked for and not installed."""
+    for name in dict.fromkeys(["tensorboard", *names]):
+        if importlib.util.find_spec(name) is None:
+            raise RiseError(f"trackers: {name} is not installed; `pip install {name}`, or leave it out of `trackers`")
+
+
+def open_trackers(
+    names: Sequence[str],
+    folder: Path,
+    *,
+    name: str,
+    run_id: str,
+    config: Mapping[str, Any],
+    resumed_after: int | None = None,
+    sent_until: int = -1,
+) -> list[Tracker]:
+    """TensorBoard and the others in `names`. resumed_after: step of the checkpoint a run goes on from, None for a new
+    run; sent_until: last step that was logged before it.
+    """
+    check_trackers(names)
+    trackers: list[Tracker] = [
+        TensorBoard(folder / "tensorboard", None if resumed_after is None else first_step_again(resumed_after))
+    ]
+    if "wandb" in names:
+        trackers.append(Unrepeated(Wandb(folder, name, run_id, config), sent_until))
+    if "trackio" in names:
+        trackers.append(Unrepeated(Trackio(run_id, config), sent_until))
+    return trackers
+
+
+def first_step_again(resumed_after: int) -> int:
+    """The first step a resumed run logs: without a checkpoint (0) the untrained model is evaluated again too."""
+    return resumed_after + 1 if resumed_after else 0
+
+
+def numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """What a curve can show: numbers and truth values, not null, text or lists."""
+    return {k: float(v) for k, v in values.items() if isinstance(v, int | float) and k != "step"}
