@@ -36,12 +36,15 @@ class FieldError(ValueError):
 
 
 class DataError(ValueError):
-    """`row` counts from 1: the line in JSON lines, the record in other files (a CSV's header is none)."""
+    """What is wrong with the data, and where: str() puts file, row and field (as far as given) before the message.
 
-    def __init__(self, file: str, row: int | None, field: str, message: str) -> None:
+    `row` counts from 1: the line in JSON lines, the record in other files (a CSV's header is none).
+    """
+
+    def __init__(self, message: str, *, file: str = "", row: int | None = None, field: str = "") -> None:
         place = ", ".join(part for part in (file, f"row {row}" if row is not None else "", field) if part)
-        super().__init__(f"{place}: {message}")
-        self.file, self.row, self.field, self.message = file, row, field, message
+        super().__init__(f"{place}: {message}" if place else message)
+        self.message, self.file, self.row, self.field = message, file, row, field
 
 
 def content_uid(messages: Iterable[Message], criteria: Iterable[Criterion]) -> str:

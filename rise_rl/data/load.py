@@ -29,7 +29,7 @@ def iter_examples(source: str | PathLike[str]) -> Iterator[Example | DataError]:
                 raise FieldError("", f"expected an object, found {show(row)}")
             example = parse_row(row)
         except FieldError as error:
-            yield DataError(source, number, error.field, error.message)
+            yield DataError(error.message, file=source, row=number, field=error.field)
             continue
         uid, copies = example.uid, 1
         while uid in seen:
@@ -50,5 +50,5 @@ def load_examples(source: str | PathLike[str]) -> list[Example]:
             raise entry
         examples.append(entry)
     if not examples:
-        raise DataError(fspath(source), None, "", "expected at least one row, found none")
+        raise DataError("expected at least one row, found none", file=fspath(source))
     return examples

@@ -24,9 +24,9 @@ def read_rows(source: str) -> Iterator[Numbered]:
     path = Path(source)
     if path.is_file() or path.suffix in _READERS:
         if path.suffix not in _READERS:
-            raise DataError(source, None, "", f"expected a file ending in {', '.join(_READERS)}, found {path.name}")
+            raise DataError(f"expected a file ending in {', '.join(_READERS)}, found {path.name}", file=source)
         if not path.is_file():
-            raise DataError(source, None, "", "no such file")
+            raise DataError("no such file", file=source)
         try:
             yield from _READERS[path.suffix](path)
         except UnicodeDecodeError as error:
@@ -36,7 +36,7 @@ def read_rows(source: str) -> Iterator[Numbered]:
     elif hub := _HUB_ID.fullmatch(source):
         yield from _hub(source, hub["name"], hub["split"] or "train")
     else:
-        raise DataError(source, None, "", "no such file, and no hub id of the form owner/name or owner/name:split")
+        raise DataError("no such file, and no hub id of the form owner/name or owner/name:split", file=source)
 
 
 def data_hash(source: str) -> str:
@@ -67,7 +67,7 @@ def _json(path: Path) -> Iterator[Numbered]:
         return
     rows = _loads(text)
     if isinstance(rows, FieldError):
-        raise DataError(str(path), None, "", rows.message)
+        raise DataError(rows.message, file=str(path))
     yield from enumerate(rows, start=1)
 
 
@@ -87,7 +87,7 @@ def _parquet(path: Path) -> Iterator[Numbered]:
     try:
         file = pyarrow.parquet.ParquetFile(path)
     except pyarrow.ArrowInvalid as error:
-        raise DataError(str(path), None, "", f"expected a parquet file: {error}") from None
+        raise DataError(f"expected a parquet file: {error}", file=str(path)) from None
     number = 0
     for batch in file.iter_batches(batch_size=256):
         for row in batch.to_pylist():
@@ -110,7 +110,7 @@ def _hub(source: str, name: str, split: str) -> Iterator[Numbered]:
     try:
         rows = datasets.load_dataset(name, split=split)
     except Exception as error:  # the library raises many kinds: not found, no network, no such split
-        raise DataError(source, None, "", f"no such file, and the hub gave {type(error).__name__}: {error}") from error
+        raise DataError(f"no such file, and the hub gave {type(error).__name__}: {error}", file=source) from error
     yield from enumerate(rows, start=1)
 
 

@@ -75,7 +75,13 @@ class DataReport:
             parts.append(f"rows that repeat an earlier id or content: {self.repeated}")
         if self.not_ending_with_user:
             parts.append(f"conversations whose last message is not the user's: {self.not_ending_with_user}")
-        parts += [f"bad: {error}" for error in self.bad]
+        reasons: dict[str, list[int]] = {}
+        for error in self.bad:
+            reasons.setdefault(f"{error.field}: {error.message}" if error.field else error.message, []).append(
+                error.row or 0
+            )
+        for reason, rows in reasons.items():
+            parts.append(f"bad {'rows' if len(rows) > 1 else 'row'} {', '.join(map(str, rows))}: {reason}")
         return "\n".join(parts)
 
 
