@@ -19,7 +19,7 @@ RuntimeError where the named backend cannot run, and for a double backward pass.
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -223,7 +223,7 @@ def _token_loss(
     )
     hidden = plan.take(_compute_dtype(args.hidden))
     head = LinearHead(hidden, args.weight, plan.take(args.target), args.bias, args.temperature, args.softcap)
-    rows = TokenRows(**{f.name: _take(plan, getattr(rows, f.name)) for f in fields(rows)})
+    rows = rows.map(plan.take)
     if chosen is None:
         loss, stats, losses = reference.fused_loss(head, rows, spec, with_entropy=with_entropy)
     else:
@@ -254,15 +254,11 @@ def _token_rows(
     given = {name: None if x is None else x.detach().float() for name, x in vectors.items()}
     if is_guide is None:
         is_guide = torch.full_like(target, "advantage" not in given, dtype=torch.bool)
-    rows = TokenRows(is_guide=is_guide, **given)  # type: ignore[arg-type]
+    rows = TokenRows(is_guide=is_guide, **given)
     if rows.advantage is None:
         return rows, rows.token_weight
     slope = torch.where(is_guide, 1.0, rows.advantage.abs() + spec.kl_coef)
     return rows, rows.token_weight * slope
-
-
-def _take(plan: RowPlan, x: Tensor | None) -> Tensor | None:
-    return None if x is None else plan.take(x)
 
 
 def _compute_dtype(hidden: Tensor) -> Tensor:

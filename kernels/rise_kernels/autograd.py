@@ -64,7 +64,7 @@ def forbid_double_backward() -> None:
     """Grad mode is on inside a backward pass only under create_graph=True."""
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "rise_kernels: double backward (create_graph=True) is not supported: the gradients are formed without a graph"
+            "rise_kernels: double backward (create_graph=True) is not supported: gradients are formed without a graph"
         )
 
 
@@ -167,7 +167,7 @@ class LogProb(torch.autograd.Function):
                 needs=ctx.needs,
                 options=call.options,
             )
-        return *(g.to(x.dtype) if need else None for g, x, need in zip(grads, like, ctx.needs)), None, None
+        return *(None if g is None else g.to(x.dtype) for g, x in zip(grads, like)), None, None
 
 
 def _head(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: StatsCall) -> LinearHead:

@@ -134,7 +134,7 @@ def _check_tensor(name: str, x: Any) -> None:
     if distributed is not None and isinstance(x, distributed.DTensor):
         raise TypeError(
             f"{name}: expected a plain tensor, found a DTensor of global shape {_shape(x)} with placements "
-            f"{x.placements}; gather it first, for example with full_tensor()"  # type: ignore[attr-defined]
+            f"{x.placements}; gather it first, for example with full_tensor()"
         )
 
 

@@ -40,7 +40,7 @@ class LinearGuideLoss(_LinearLoss):
     function = staticmethod(linear_guide_loss)
 
     def forward(
-        self, hidden: Tensor, weight: Tensor, target: Tensor, token_weight: Tensor, **tensors: Tensor | None
+        self, hidden: Tensor, weight: Tensor, target: Tensor, token_weight: Tensor, **tensors: Any
     ) -> GuideLoss:
         return linear_guide_loss(hidden, weight, target, token_weight, **tensors, **self.options)
 
@@ -58,7 +58,7 @@ class LinearPolicyLoss(_LinearLoss):
         token_weight: Tensor,
         advantage: Tensor,
         old_logprob: Tensor | None = None,
-        **tensors: Tensor | None,
+        **tensors: Any,
     ) -> PolicyLoss:
         return linear_policy_loss(
             hidden, weight, target, token_weight, advantage, old_logprob, **tensors, **self.options
@@ -79,7 +79,7 @@ class LinearRiseLoss(_LinearLoss):
         advantage: Tensor,
         is_guide: Tensor,
         old_logprob: Tensor | None = None,
-        **tensors: Tensor | None,
+        **tensors: Any,
     ) -> RiseLoss:
         return linear_rise_loss(
             hidden, weight, target, token_weight, advantage, is_guide, old_logprob, **tensors, **self.options

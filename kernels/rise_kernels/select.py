@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Literal
 
 import torch
@@ -15,7 +16,7 @@ BACKENDS = ("auto", "reference", "chunked", "triton")
 def triton_unavailable(device: torch.device) -> str | None:
     """Why the Triton backend cannot run on `device`, or None. Imports triton only when called."""
     try:
-        from . import triton_backend
+        triton_backend = import_module("rise_kernels.triton_backend")
     except ImportError as error:
         return f"it cannot be imported ({error})"
     return triton_backend.available(device)
@@ -34,9 +35,7 @@ def select_backend(name: str, device: torch.device) -> Backend | None:
     if name == "triton" or (name == "auto" and device.type == "cuda"):
         reason = triton_unavailable(device)
         if reason is None:
-            from . import triton_backend
-
-            return triton_backend.backend
+            return import_module("rise_kernels.triton_backend").backend
         if name == "triton":
             raise RuntimeError(f"backend: 'triton' cannot run on {device}: {reason}")
     from . import chunked

@@ -8,7 +8,8 @@ Equations and where each choice comes from: docs/math.md.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple
 
 import torch
@@ -46,6 +47,11 @@ class TokenRows:
     old_logprob: Tensor | None = None
     ref_logprob: Tensor | None = None
     behaviour_logprob: Tensor | None = None
+
+    def map(self, f: Callable[[Tensor], Tensor]) -> TokenRows:
+        """f of every vector that is given."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        return TokenRows(**{name: None if x is None else f(x) for name, x in given.items()})
 
 
 class TokenLosses(NamedTuple):
