@@ -30,9 +30,8 @@ def read_rows(source: str) -> Iterator[Numbered]:
         try:
             yield from _READERS[path.suffix](path)
         except UnicodeDecodeError as error:
-            raise DataError(
-                source, None, "", f"expected UTF-8 text, found {error.reason} at byte {error.start}"
-            ) from None
+            message = f"expected UTF-8 text, found {error.reason} at byte {error.start}"
+            raise DataError(message, file=source) from None
     elif hub := _HUB_ID.fullmatch(source):
         yield from _hub(source, hub["name"], hub["split"] or "train")
     else:

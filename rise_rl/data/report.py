@@ -81,7 +81,7 @@ class DataReport:
                 error.row or 0
             )
         for reason, rows in reasons.items():
-            parts.append(f"bad {'rows' if len(rows) > 1 else 'row'} {', '.join(map(str, rows))}: {reason}")
+            parts.append(f"bad {'rows' if len(rows) > 1 else 'row'} {_ranges(rows)}: {reason}")
         return "\n".join(parts)
 
 
@@ -117,3 +117,14 @@ def _add(report: DataReport, example: Example, count_tokens: CountTokens | None)
 
 def _tally(counts: Counter[str]) -> str:
     return ", ".join(f"{name} {count}" for name, count in counts.most_common())
+
+
+def _ranges(rows: list[int]) -> str:
+    """[1, 2, 3, 7] -> "1-3, 7"; rows are in ascending order."""
+    runs: list[list[int]] = []
+    for row in rows:
+        if runs and row == runs[-1][-1] + 1:
+            runs[-1].append(row)
+        else:
+            runs.append([row])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
