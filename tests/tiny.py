@@ -7,7 +7,7 @@ Built offline in about a second. Two stop ids, as Qwen3 has (<|im_end|> and <|en
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -62,20 +62,20 @@ def tiny_tokenizer(vocab_size: int = 384) -> PreTrainedTokenizerFast:
 def tiny_model(kind: Kind, vocab_size: int, *, seed: int = 0, scale: float = 10.0) -> PreTrainedModel:
     """Random weights, spread by `scale` so that the distributions are far from uniform. Float32."""
     torch.manual_seed(seed)
-    shape = dict(
-        vocab_size=vocab_size,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=512,
-        tie_word_embeddings=kind.endswith("-tied"),
-        bos_token_id=None,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
+    shape: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": kind.endswith("-tied"),
+        "bos_token_id": None,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
     if kind.startswith("qwen3"):
         model: PreTrainedModel = Qwen3ForCausalLM(Qwen3Config(**shape))
     else:

@@ -21,9 +21,8 @@ class OffloadConfig(BaseModel):
 class EngineConfig(BaseModel):
     """How the policy is held, trained and split. Nothing here changes what is computed, rounding aside."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
-    model: str = Field(description="A local transformers folder or a hub id, with tokenizer and chat template.")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
         description="Type of the forward and backward pass. auto: bfloat16 on a GPU, float32 on a CPU. Master weights, "
@@ -60,7 +59,6 @@ class EngineConfig(BaseModel):
         default_factory=dict,
         description="Raw DeepSpeed settings, merged last over the built ones (see --dry-run).",
     )
-    seed: int = Field(0, ge=0, description="Seeds torch, numpy and random at start (dropout, LoRA initialisation).")
 
     @model_validator(mode="after")
     def _consistent(self) -> EngineConfig:

@@ -1,0 +1,172 @@
+"""Attention over packed rows: tokens lie end to end, and each span of queries names the keys it may see.
+
+A shared prompt is computed once: it is one span, and every response is a span whose keys are the prompt's and its own.
+Everything else in a transformer works token by token, so it needs no padding and sees every token once; only this
+function gathers spans into a batch. Registered with transformers as `rise_packed`; without a layout (decoding, plain
+forwards) it is `sdpa`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
+
+NAME = "rise_packed"
+
+# Spans whose lengths are within this factor share a batch; a larger one pads more, a smaller one calls more.
+MAX_STRETCH = 1.3
+
+
+@dataclass(frozen=True)
+class Span:
+    """Queries at rows [start, stop) of the packed row; keys: [prompt_start, prompt_stop), then [start, query]."""
+
+    start: int
+    stop: int
+    prompt_start: int = 0
+    prompt_stop: int = 0
+
+    @property
+    def queries(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def keys(self) -> int:
+        return self.queries + self.prompt_stop - self.prompt_start
+
+
+@dataclass(frozen=True)
+class SpanBatch:
+    """Spans of similar length, padded. query [n * Lq] and key [n * Lk] index the packed row, back [tokens] the output.
+
+    mask: bool [n, 1, Lq, Lk], or None where plain causal attention is meant.
+    """
+
+    count: int
+    query: Tensor
+    key: Tensor
+    mask: Tensor | None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one packed row attends. back [T]: where each token's output lies in the batches' outputs, end to end."""
+
+    batches: tuple[SpanBatch, ...]
+    back: Tensor
+
+    @classmethod
+    def of(cls, spans: Sequence[Span], device: torch.device) -> Layout:
+        """Every token of the row must be a query of exactly one span."""
+        batches: list[SpanBatch] = []
+        order: list[Tensor] = []
+        offset = 0
+        for group in _similar(spans):
+            longest_q, longest_k = max(s.queries for s in group), max(s.keys for s in group)
+            query = torch.stack([_padded(torch.arange(s.start, s.stop), longest_q) for s in group])
+            key = torch.stack(
+                [
+                    _padded(
+                        torch.cat([torch.arange(s.prompt_start, s.prompt_stop), torch.arange(s.start, s.stop)]),
+                        longest_k,
+                    )
+                    for s in group
+                ]
+            )
+            mask = None
+            if any(s.keys > s.queries or s.queries < longest_q for s in group):
+                # Query i sees keys 0 .. i + (keys - queries). Padded queries see key 0 too, so that no row is empty.
+                reach = torch.tensor([s.keys - s.queries for s in group])[:, None, None]
+                mask = torch.arange(longest_k)[None, None] <= torch.arange(longest_q)[None, :, None] + reach
+                mask &= torch.arange(longest_k)[None, None] < torch.tensor([s.keys for s in group])[:, None, None]
+                mask = mask[:, None].to(device)
+            batches.append(SpanBatch(len(group), query.flatten().to(device), key.flatten().to(device), mask))
+            for i, s in enumerate(group):
+                rows = torch.arange(s.start, s.stop)
+                order.append(torch.stack([rows, offset + i * longest_q + rows - s.start]))
+            offset += len(group) * longest_q
+        token, place = torch.cat(order, dim=1)
+        back = torch.empty(len(token), dtype=torch.long)
+        back[token] = place
+        return cls(tuple(batches), back.to(device))
+
+
+def _similar(spans: Sequence[Span]) -> list[list[Span]]:
+    groups: list[list[Span]] = []
+    for span in sorted(spans, key=lambda s: (s.keys, s.queries), reverse=True):
+        first = groups[-1][0] if groups else None
+        if first and first.keys <= MAX_STRETCH * span.keys and _close(first.queries, span.queries):
+            groups[-1].append(span)
+        else:
+            groups.append([span])
+    return groups
+
+
+def _close(a: int, b: int) -> bool:
+    return max(a, b) <= MAX_STRETCH * min(a, b)
+
+
+def _padded(index: Tensor, length: int) -> Tensor:
+    return torch.nn.functional.pad(index, (0, length - len(index)), value=int(index[0]))
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    layout: Layout | None = None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """query [1, heads, T, d], key and value [1, kv_heads, T, d] -> [1, T, heads, d]."""
+    if layout is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    rows = [x[0].transpose(0, 1) for x in (query, key, value)]
+    outputs = []
+    for batch in layout.batches:
+        q, k, v = (
+            x.index_select(0, index).unflatten(0, (batch.count, -1)).transpose(1, 2)
+            for x, index in zip(rows, (batch.query, batch.key, batch.key))
+        )
+        out = scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=batch.mask,
+            dropout_p=dropout,
+            scale=scaling,
+            is_causal=batch.mask is None,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs).index_select(0, layout.back)[None], None
+
+
+AttentionInterface.register(NAME, packed_attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def why_not_packed(model: PreTrainedModel) -> str | None:
+    """None if `packed_attention` computes this model's attention exactly, else what it lacks."""
+    config = model.config.get_text_config()
+    if not getattr(model, "_supports_attention_backend", False):
+        return f"{type(model).__name__} does not take attention functions from outside"
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"}:
+        return f"it has layers of kind {', '.join(sorted(kinds - {'full_attention'}))}"
+    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+        return "it uses sliding-window attention"
+    if getattr(config, "attn_logit_softcapping", None):
+        return "it caps its attention scores"
+    return None

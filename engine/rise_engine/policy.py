@@ -1,0 +1,245 @@
+"""The policy: a transformers model under DeepSpeed that computes log-probs and takes optimizer steps."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import deepspeed
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rise_kernels.results import RiseLoss, TokenStats
+from rise_kernels.token_losses import LossSpec, TokenRows
+
+from . import attention, state
+from .config import EngineConfig
+from .deepspeed_config import deepspeed_config
+from .distributed import all_ranks_max, init_distributed, seed_everything
+from .head import install_head
+from .loading import load_model, load_tokenizer, padding_id, stop_ids
+from .optimizer import NonFiniteError, build_optimizer, clip_before_step, learning_rate
+from .packing import Chunk, HasTokens, LayoutName, MicroBatch, build, plan
+from .sequences import StepStats, TrainSequence
+from .token_rows import StepStatistics, can_matter, check_consistent, make_rows
+
+
+class PolicyModule(nn.Module):
+    """Backbone and head as one module whose forward ends in log-probs or a loss: what DeepSpeed is given."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self,
+        batch: MicroBatch,
+        rows: TokenRows | None = None,
+        *,
+        temperature: float,
+        with_entropy: bool = True,
+    ) -> TokenStats | RiseLoss:
+        if batch.layout is None:
+            where = {"attention_mask": batch.attention_mask}
+        else:
+            # A 4-D mask is passed on untouched, so transformers builds none; the layout says who sees whom.
+            where = {"attention_mask": batch.input_ids.new_zeros(1, 1, 1, 1), "layout": batch.layout}
+        hidden = self.model.base_model(
+            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **where
+        ).last_hidden_state
+        picked = hidden.flatten(0, 1).index_select(0, batch.hidden_rows)
+        head = self.model.get_output_embeddings()
+        return head(picked, batch.target, rows, temperature=temperature, with_entropy=with_entropy)
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+
+
+class PolicyEngine:
+    """One policy on one or many ranks.
+
+    model: a local transformers folder or a hub id. step: optimizer steps done, skipped ones included; skipped: how
+    many had nothing to learn from. layout: how sequences are packed (packing.py).
+    Raises OSError where the model cannot be loaded and ValueError where it cannot be trained.
+    """
+
+    def __init__(self, model: str | Path, config: EngineConfig, *, loss: LossSpec | None = None, seed: int = 0) -> None:
+        self.config = config
+        self.loss = loss or LossSpec()
+        self.step = 0
+        self.skipped = 0
+        self.rank, self.world_size, self.device = init_distributed()
+        seed_everything(seed)
+
+        self.tokenizer = load_tokenizer(model)
+        wanted = "sdpa" if config.attention == "auto" else config.attention
+        self.model = load_model(model, dtype=config.torch_dtype, attention=wanted)
+        self.stop_ids = stop_ids(self.model, self.tokenizer)
+        self.pad_id = padding_id(self.tokenizer)
+        self.layout: LayoutName = "padded"
+        if wanted == "sdpa" and attention.why_not_packed(self.model) is None:
+            self.model.set_attn_implementation(attention.NAME)
+            self.layout = "shared_prompt"
+        install_head(self.model, self.loss, config.head_budget_mib)
+        if config.activation_checkpointing:
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+        module = PolicyModule(self.model)
+        optimizer = build_optimizer(module, config)
+        self._clipped_norm = None
+        settings = deepspeed_config(config, self.world_size)
+        if settings["zero_optimization"]["stage"] == 0:
+            self._clipped_norm = clip_before_step(optimizer, settings["gradient_clipping"])
+            settings["gradient_clipping"] = 0.0
+        self.engine, *_ = deepspeed.initialize(
+            model=module, optimizer=optimizer, config=settings, dist_init_required=False
+        )
+        self.engine.eval()
+
+    @property
+    def context_length(self) -> int:
+        return int(self.model.config.get_text_config().max_position_embeddings)
+
+    # --- training --------------------------------------------------------------------------------------------------
+
+    def train_step(
+        self, sequences: Sequence[TrainSequence], *, temperature: float, with_stats: bool = False
+    ) -> StepStats:
+        """One optimizer step over this rank's sequences: k forward and backward passes, one update.
+
+        Sequences whose gradient is exactly 0 are not forwarded, unless with_stats asks for their statistics. If no rank
+        has any left the update is skipped, so that neither weights nor Adam's moments move; the step still counts.
+        Raises NonFiniteError, naming the sequences, before anything is updated. Collective: all ranks call it together.
+        """
+        started = time.perf_counter()
+        check_consistent(sequences, self.loss)
+        self._check_lengths(sequences)
+        forwarded = [s for s in sequences if with_stats or can_matter(s, self.loss)]
+        batches = plan(forwarded, self.config.micro_batch_tokens, self.layout)
+        rounds = int(all_ranks_max(len(batches), self.device))
+        skip = not all_ranks_max(any(can_matter(s, self.loss) for s in forwarded), self.device)
+        rate = learning_rate(self.config, self.step)
+
+        statistics = StepStatistics(self.device)
+        self.engine.train()
+        try:
+            for i in range(rounds):
+                if i < len(batches):
+                    self._forward_backward(forwarded, batches[i], temperature, statistics, backward=not skip)
+                else:
+                    self._idle_pass(temperature, backward=not skip)
+            norm = 0.0 if skip else self._update(rate, statistics, forwarded)
+        finally:
+            self.engine.eval()
+        loss, policy_loss, guide_loss = (value / self.world_size for value in statistics.total_loss())
+        self.step += 1
+        self.skipped += skip
+        return StepStats(
+            loss=loss,
+            policy_loss=policy_loss,
+            guide_loss=guide_loss,
+            grad_norm=norm,
+            lr=rate,
+            forwarded_sequences=len(forwarded),
+            micro_batches=rounds,
+            skipped=bool(skip),
+            **statistics.summary(),
+            seconds=time.perf_counter() - started,
+        )
+
+    def _forward_backward(
+        self,
+        sequences: Sequence[TrainSequence],
+        chunks: Sequence[Chunk],
+        temperature: float,
+        statistics: StepStatistics | None,
+        *,
+        backward: bool,
+    ) -> None:
+        batch = self._build(sequences, chunks)
+        # DeepSpeed averages gradients over ranks; the weights already hold every normaliser, so undo that here.
+        rows = make_rows(batch, sequences, self.loss, scale=self.world_size, device=self.device)
+        with torch.set_grad_enabled(backward):
+            result = self.engine(batch, rows, temperature=temperature)
+        if statistics is not None:
+            detached = RiseLoss(*(None if x is None else x.detach() for x in result))
+            statistics.add(batch, rows, sequences, detached)
+        if backward:
+            self.engine.backward(result.loss)
+
+    def _idle_pass(self, temperature: float, *, backward: bool) -> None:
+        """A pass of weight 0, to keep step with ranks that have more micro-batches."""
+        nothing = [TrainSequence("idle", (self.pad_id,), (self.pad_id,), token_weight=0.0)]
+        chunks = plan(nothing, self.config.micro_batch_tokens, self.layout)[0]
+        self._forward_backward(nothing, chunks, temperature, None, backward=backward)
+
+    def _update(self, rate: float, statistics: StepStatistics, sequences: Sequence[TrainSequence]) -> float:
+        """The optimizer step; returns the gradient norm before clipping."""
+        if not all(map(math.isfinite, statistics.total_loss())):
+            culprits = statistics.non_finite(sequences)
+            where = f"in sequences {', '.join(culprits)}" if culprits else "on another rank"
+            raise NonFiniteError(f"step {self.step + 1}: the loss is not finite ({where}); nothing was updated")
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = rate
+        try:
+            self.engine.step()
+        except NonFiniteError as error:
+            raise self._bad_norm(sequences) from error
+        if self._clipped_norm is not None:
+            return self._clipped_norm()
+        if not self.engine.was_step_applied():
+            raise self._bad_norm(sequences)
+        return float(self.engine.get_global_grad_norm())
+
+    def _bad_norm(self, sequences: Sequence[TrainSequence]) -> NonFiniteError:
+        uids = sorted({s.uid for s in sequences})
+        return NonFiniteError(
+            f"step {self.step + 1}: the gradient norm is not finite though every loss is (prompts {', '.join(uids)}); "
+            "nothing was updated"
+        )
+
+    # --- log-probs -------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def logprobs(
+        self, prompt_ids: Sequence[int], response_ids: Sequence[Sequence[int]], *, temperature: float
+    ) -> list[Tensor]:
+        """Log-prob of every token of every response to one prompt: float32 [len(response)] on the CPU, no gradient."""
+        sequences = [_Tokens(tuple(prompt_ids), tuple(r)) for r in response_ids]
+        self._check_lengths(sequences)
+        found: list[Tensor] = [torch.empty(0)] * len(sequences)
+        for chunks in plan(sequences, self.config.micro_batch_tokens, self.layout):
+            batch = self._build(sequences, chunks)
+            stats = self.engine.module(batch, temperature=temperature, with_entropy=False)
+            for i, values in zip(batch.members, stats.logprob.cpu().split(list(batch.lengths))):
+                found[i] = values
+        return found
+
+    def _build(self, sequences: Sequence[HasTokens], chunks: Sequence[Chunk]) -> MicroBatch:
+        return build(sequences, chunks, self.layout, pad_id=self.pad_id, device=self.device)
+
+    def _check_lengths(self, sequences: Sequence[HasTokens]) -> None:
+        longest = max((len(s.prompt_ids) + len(s.response_ids) for s in sequences), default=0)
+        if longest > self.context_length:
+            raise ValueError(f"sequence of {longest} tokens: the model's context is {self.context_length}")
+
+    # --- state -----------------------------------------------------------------------------------------------------
+
+    def save(self, folder: str | Path) -> None:
+        """Everything an exact resume needs, into an empty or new folder (CheckpointStore makes it atomic)."""
+        state.save(self, Path(folder))
+
+    def load(self, folder: str | Path) -> None:
+        """Raises CheckpointError, before anything is changed, for a checkpoint of something else or a damaged one."""
+        state.load(self, Path(folder))
+
+    def export(self, folder: str | Path) -> None:
+        """A plain transformers folder: weights in the training dtype, config, generation config, tokenizer."""
+        state.export(self, Path(folder))
