@@ -1,0 +1,269 @@
+"""A judge's answer to verdicts: tolerant of how it is written, never guessing what it says.
+
+The rule is one sentence: every statement of a verdict in the answer must say the same, or the verdict is unknown.
+Reasoning blocks are not the answer, and a JSON object or line that the judge copied from the graded response is not
+the judge's. Causes of an unknown: "empty", "unparseable", "ambiguous", "judge_unknown" (the judge said so itself).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..rubric import Verdict
+from .bands import HIGHEST, LOWEST, band_verdict
+from .loose_json import Found, Pairs, Unreadable, find_objects
+
+VERDICT_KEYS = frozenset(
+    ["criteria_met", "criterion_met", "is_met", "met", "verdict", "judgment", "satisfied", "fulfilled", "passed"]
+)
+SCORE_KEYS = frozenset(["score", "rating", "grade"])
+ID_KEYS = frozenset(["id", "criterion_id", "criteria_id", "index"])
+
+_WORDS: dict[str, Verdict] = {
+    **dict.fromkeys(["met", "true", "yes", "satisfied", "fulfilled", "pass", "passed", "1"], 1.0),
+    **dict.fromkeys(
+        ["not met", "unmet", "false", "no", "not satisfied", "unsatisfied", "not fulfilled", "fail", "failed", "0"], 0.0
+    ),
+}
+_SAYS_UNKNOWN = frozenset(["unknown", "null", "none", "n/a", "unclear", "undetermined"])
+_MARKUP = " \t\r\n*_`\"'.,;:!#>-“”‘’"
+
+_THINK = re.compile(r"<(think|thinking|reasoning)>.*?</\1>", re.DOTALL | re.IGNORECASE)
+_THINK_END = re.compile(r"</(?:think|thinking|reasoning)>", re.IGNORECASE)
+_THINK_START = re.compile(r"<(?:think|thinking|reasoning)>", re.IGNORECASE)
+_FINAL_CHANNEL = re.compile(r"<\|channel\|>final.*?<\|message\|>", re.DOTALL)
+_LINE = re.compile(
+    r"^[\s*_`#>-]*(?:final\s+)?([a-z][a-z _]{1,30}?)[\s*_`]*[:=](.{1,60})$", re.IGNORECASE | re.MULTILINE
+)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What an answer says: a verdict, or None and the cause."""
+
+    verdict: Verdict
+    cause: str = ""
+
+
+UNPARSEABLE = Reading(None, "unparseable")
+AMBIGUOUS = Reading(None, "ambiguous")
+
+
+def parse_verdict(
+    text: str | None, *, reasoning: str | None = None, response: str = ""
+) -> Literal["met", "not_met", "unknown"]:
+    """What the judge's answer `text` says about one criterion.
+
+    reasoning: the server's separate reasoning text, looked at only if `text` is empty, and only for an object that
+    ends it. response: the graded response as the judge saw it; what the judge copied from there does not count.
+    """
+    verdict = read_verdict(text, reasoning=reasoning, response=response).verdict
+    return "unknown" if verdict is None else "met" if verdict == 1.0 else "not_met"
+
+
+def parse_score(text: str | None, *, reasoning: str | None = None, response: str = "") -> Verdict:
+    """A score s from 1 to 10 as the verdict (s - 1) / 9; None if there is no single one in that range."""
+    return read_score(text, reasoning=reasoning, response=response).verdict
+
+
+def parse_batch(
+    text: str | None, count: int, *, scored: bool = False, reasoning: str | None = None, response: str = ""
+) -> list[Verdict]:
+    """The verdicts of criteria 1..count from one answer. Missing, duplicate and foreign ids: None for those."""
+    return [r.verdict for r in read_batch(text, count, scored=scored, reasoning=reasoning, response=response)]
+
+
+def read_verdict(text: str | None, *, reasoning: str | None = None, response: str = "") -> Reading:
+    """parse_verdict with the cause of an unknown."""
+    return _read_one(text, reasoning, response, VERDICT_KEYS, _verdict_value)
+
+
+def read_score(text: str | None, *, reasoning: str | None = None, response: str = "") -> Reading:
+    """parse_score with the cause of an unknown."""
+    return _read_one(text, reasoning, response, SCORE_KEYS, _score_value)
+
+
+def read_batch(
+    text: str | None, count: int, *, scored: bool = False, reasoning: str | None = None, response: str = ""
+) -> list[Reading]:
+    """parse_batch with the cause of each unknown ("missing_id", "duplicate_id" besides the others)."""
+    answer = _answer(text, reasoning)
+    if not answer:
+        return [Reading(None, "empty")] * count
+    try:
+        objects = _own_objects(answer, response)
+    except Unreadable:
+        return [UNPARSEABLE] * count
+    keys, value_of = (SCORE_KEYS, _score_value) if scored else (VERDICT_KEYS, _verdict_value)
+    entries = [entry for found in objects for entry in _entries(found.value)]
+    if not entries:
+        return [UNPARSEABLE] * count
+    if any(number == 0 for number, _ in entries):  # counted from zero: every number may mean its neighbour
+        return [AMBIGUOUS] * count
+    readings = []
+    for number in range(1, count + 1):
+        mine = [value for n, value in entries if n == number]
+        if len(mine) != 1:
+            readings.append(Reading(None, "duplicate_id" if mine else "missing_id"))
+        elif isinstance(mine[0], Pairs):
+            readings.append(_agree([value_of(v) for v in _statements(mine[0], keys)]))
+        else:
+            readings.append(value_of(mine[0]))
+    return readings
+
+
+def _read_one(
+    text: str | None,
+    reasoning: str | None,
+    response: str,
+    keys: frozenset[str],
+    value_of: Callable[[Any], Reading],
+) -> Reading:
+    answer = _answer(text, reasoning)
+    if not answer:
+        return Reading(None, "empty")
+    try:
+        objects = _own_objects(answer, response)
+    except Unreadable:
+        return UNPARSEABLE
+    readings = [value_of(value) for found in objects for value in _statements(found.value, keys)]
+    prose = _without(answer, find_objects(answer))
+    readings += [value_of(value) for value in _stated_lines(prose, keys, response)]
+    if not readings and not objects:  # an answer of one word
+        word = value_of(prose.replace("```", ""))
+        if word.verdict is not None and not _copied(prose, response, whole=True):
+            return word
+    return _agree(readings)
+
+
+def _agree(readings: Sequence[Reading]) -> Reading:
+    """The one thing that all statements say."""
+    if not readings:
+        return UNPARSEABLE
+    return readings[0] if len(set(readings)) == 1 else AMBIGUOUS
+
+
+def _answer(text: str | None, reasoning: str | None) -> str:
+    """The answer itself: behind reasoning blocks and channels, or what ends the reasoning if there is nothing else."""
+    text = text or ""
+    channels = list(_FINAL_CHANNEL.finditer(text))
+    if channels:
+        text = text[channels[-1].end() :]
+    elif "<|channel|>" in text:
+        text = ""
+    text = _THINK.sub(" ", text)
+    ends = list(_THINK_END.finditer(text))
+    if ends:
+        text = text[ends[-1].end() :]
+    start = _THINK_START.search(text)
+    if start:
+        text = text[: start.start()]
+    text = text.strip()
+    return text or _closing_object(reasoning or "")
+
+
+def _closing_object(reasoning: str) -> str:
+    """A server may file the whole answer under reasoning. Only an object that closes the text can be that answer, and
+    only if no other object is there: drafts are not answers."""
+    stripped = reasoning.strip().rstrip("`").rstrip()
+    try:
+        objects = find_objects(stripped)
+    except Unreadable:
+        return ""
+    if len(objects) == 1 and objects[0].end == len(stripped) and stripped.endswith(("}", "]")):
+        return stripped[objects[0].start :]
+    return ""
+
+
+def _own_objects(answer: str, response: str) -> list[Found]:
+    """The objects that the judge wrote itself, not those it copied out of the response."""
+    return [f for f in find_objects(answer) if not _copied(answer[f.start : f.end], response)]
+
+
+def _copied(text: str, response: str, whole: bool = False) -> bool:
+    squeezed = re.sub(r"\s+", "", text)
+    original = re.sub(r"\s+", "", response)
+    return squeezed == original if whole else bool(squeezed) and squeezed in original
+
+
+def _without(text: str, objects: Sequence[Found]) -> str:
+    pieces, position = [], 0
+    for found in objects:
+        pieces.append(text[position : found.start])
+        position = found.end
+    return "\n".join([*pieces, text[position:]])
+
+
+def _stated_lines(prose: str, keys: frozenset[str], response: str) -> Iterator[str]:
+    """Values of lines such as "**Verdict:** not met" that name a verdict key and nothing more."""
+    for match in _LINE.finditer(prose):
+        if _name(match.group(1)) in keys and not _copied(match.group(), response):
+            yield match.group(2)
+
+
+def _statements(value: Any, keys: frozenset[str]) -> Iterator[Any]:
+    """Every value that stands under one of the keys, at any depth."""
+    if isinstance(value, Pairs):
+        for key, inner in value:
+            if _name(key) in keys and not isinstance(inner, list):
+                yield inner
+            else:
+                yield from _statements(inner, keys)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _statements(inner, keys)
+
+
+def _entries(value: Any) -> Iterator[tuple[int | None, Any]]:
+    """(id, what is said about it) of a batched answer: objects with an id, or one object keyed by ids."""
+    if isinstance(value, Pairs):
+        ids = [inner for key, inner in value if _name(key) in ID_KEYS]
+        if ids:
+            yield _number(ids[0]) if len(ids) == 1 else None, value
+        elif value and all(_number(key) is not None for key, _ in value):
+            yield from ((_number(key), inner) for key, inner in value)
+        else:
+            for _, inner in value:
+                yield from _entries(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _entries(inner)
+
+
+def _number(identifier: Any) -> int | None:
+    """3, "3", "c3", "C3" and "criterion 3" are criterion 3."""
+    if isinstance(identifier, bool):
+        return None
+    match = re.fullmatch(r"(?:c|criterion)?[\s_-]*(\d{1,6})", str(identifier).strip().lower())
+    return int(match.group(1)) if match else None
+
+
+def _name(key: str) -> str:
+    return re.sub(r"[\s_-]+", "_", key.strip().lower())
+
+
+def _verdict_value(value: Any) -> Reading:
+    if value is None:
+        return Reading(None, "judge_unknown")
+    if isinstance(value, Pairs | list):
+        return UNPARSEABLE
+    word = re.sub(r"[\s_-]+", " ", str(value).strip(_MARKUP).lower())
+    if word in _WORDS:
+        return Reading(_WORDS[word])
+    return Reading(None, "judge_unknown") if word in _SAYS_UNKNOWN else UNPARSEABLE
+
+
+def _score_value(value: Any) -> Reading:
+    if value is None:
+        return Reading(None, "judge_unknown")
+    if isinstance(value, bool | Pairs | list):
+        return UNPARSEABLE
+    word = str(value).strip(_MARKUP).lower()
+    if word in _SAYS_UNKNOWN:
+        return Reading(None, "judge_unknown")
+    match = re.fullmatch(r"(\d{1,2}(?:\.\d{1,3})?)(?:\s*/\s*10|\s+out of 10)?", word)
+    score = float(match.group(1)) if match else 0.0
+    return Reading(band_verdict(score)) if LOWEST <= score <= HIGHEST else UNPARSEABLE
