@@ -56,7 +56,7 @@ class RunFolder:
         """A new run in a folder that is empty or not there yet. Raises RunFolderError otherwise."""
         check_trackers(config.trackers)
         run = cls(path, config)
-        found = sorted(p.name for p in run.path.iterdir()) if run.path.is_dir() else []
+        found = sorted(p.name for p in run.path.iterdir() if p.suffix != ".tmp") if run.path.is_dir() else []
         if found or run.path.is_file():
             raise RunFolderError(
                 f"{run.path}: already there ({', '.join(found[:4]) or 'a file'}{', ...' if len(found) > 4 else ''}); "

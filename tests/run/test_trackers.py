@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import pytest
+
+from rise_rl.config import Config
+from rise_rl.errors import RiseError
+from rise_rl.run_folder import RunFolder
+from rise_rl.trackers import Unrepeated, numbers
+
+
+def config(*trackers: str) -> Config:
+    values = {
+        "name": "test",
+        "model": "m",
+        "steps": 10,
+        "data": {"train": "t"},
+        "trackers": trackers or ("tensorboard",),
+    }
+    return Config.model_validate(values)
+
+
+def scalars(folder, tag: str) -> list[tuple[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), purge_orphaned_data=True)
+    events.Reload()
+    return [(e.step, pytest.approx(e.value)) for e in events.Scalars(tag)]
+
+
+def log_steps(run: RunFolder, first: int, last: int) -> None:
+    with run:
+        if first == 1:
+            run.log_eval({"step": 0, "reward/mean": 0.0, "criteria": [{"uid": "a"}]})
+        for step in range(first, last + 1):
+            run.log_eval({"step": step, "reward/mean": step / 100})
+            run.log_metrics({"step": step, "loss": None, "guidance/active": True, "entropy": step / 10})
+
+
+def test_tensorboard_shows_every_number(tmp_path):
+    log_steps(RunFolder.create(tmp_path / "run", config()), 1, 3)
+    folder = tmp_path / "run" / "tensorboard"
+    assert scalars(folder, "entropy") == [(1, 0.1), (2, 0.2), (3, 0.3)]
+    assert scalars(folder, "guidance/active") == [(1, 1.0), (2, 1.0), (3, 1.0)]
+    assert scalars(folder, "eval/reward/mean") == [(0, 0.0), (1, 0.01), (2, 0.02), (3, 0.03)]
+
+
+@pytest.mark.parametrize("checkpoints", [(3,), (3, 4), (0,)])
+def test_tensorboard_shows_no_step_twice_after_resumes(tmp_path, checkpoints):
+    log_steps(RunFolder.create(tmp_path / "run", config()), 1, 5)
+    for step in checkpoints:
+        run = RunFolder.resume(tmp_path / "run", config())
+        run.truncate_after(step)
+        log_steps(run, step + 1, 6)
+    folder = tmp_path / "run" / "tensorboard"
+    assert scalars(folder, "entropy") == [(s, s / 10) for s in range(1, 7)]
+    assert scalars(folder, "eval/reward/mean") == [(s, s / 100) for s in range(7)]
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_tracker_that_is_not_installed_is_an_error_before_anything_is_made(tmp_path, monkeypatch, name):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n, *a: None if n == name else real(n, *a))
+    with pytest.raises(RiseError, match=f"trackers: {name} is not installed; `pip install {name}`"):
+        RunFolder.create(tmp_path / "run", config(name))
+    assert not (tmp_path / "run").exists()
+
+
+def test_steps_sent_before_a_kill_are_not_sent_twice():
+    class Recorder:
+        def __init__(self):
+            self.steps = []
+
+        def log(self, values, step):
+            self.steps.append(step)
+
+        def close(self):
+            self.steps.append("closed")
+
+    recorder = Recorder()
+    tracker = Unrepeated(recorder, sent_until=4)
+    for step in range(2, 7):
+        tracker.log({"x": 1.0}, step)
+    tracker.close()
+    assert recorder.steps == [5, 6, "closed"]
+
+
+def test_only_numbers_make_curves():
+    assert numbers({"step": 1, "a": 2, "b": None, "c": [1], "d": "x", "e": True}) == {"a": 2.0, "e": 1.0}
+
+
+@pytest.mark.slow
+def test_trackio_has_every_step_once_after_a_resume(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when it is imported
+    pytest.importorskip("trackio")
+    from trackio.sqlite_storage import SQLiteStorage
+
+    log_steps(RunFolder.create(tmp_path / "run", config("trackio")), 1, 5)
+    run = RunFolder.resume(tmp_path / "run", config("trackio"))
+    run.truncate_after(3)
+    log_steps(run, 4, 6)
+    (name,) = SQLiteStorage.get_runs("rise-rl")
+    rows = [row for row in SQLiteStorage.get_logs("rise-rl", name) if "entropy" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.slow
+def test_wandb_runs_offline_under_one_id(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    log_steps(RunFolder.create(tmp_path / "run", config("wandb")), 1, 3)
+    run = RunFolder.resume(tmp_path / "run", config("wandb"))
+    run.truncate_after(2)
+    log_steps(run, 3, 4)
+    folders = [p.name for p in (tmp_path / "run" / "wandb").glob("offline-run-*")]
+    assert len(folders) == 2
+    assert len({name.split("-", 3)[-1] for name in folders}) == 1
+    assert json.loads((tmp_path / "run" / "manifest.json").read_text())["resumes"]
