@@ -1,10 +1,13 @@
-"""IFEval and IFBench rows: `prompt`, `instruction_id_list`, `kwargs`; every instruction is a criterion of weight 1."""
+"""IFEval and IFBench rows: `prompt`, `instruction_id_list`, `kwargs`; every instruction is a criterion of weight 1.
+
+The few IFBench instructions that no program can check (checks.JUDGED) become criteria for the judge.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ..graders.checks import CheckError, find
+from ..graders.checks import JUDGED, CheckError, find
 from .example import Example, FieldError
 from .fields import as_list, as_messages, as_object, is_missing
 from .formats import Row, make_criterion, make_example, register
@@ -27,6 +30,8 @@ def _criterion(k: int, name: Any, given: Any) -> Any:
 
     raw = {} if is_missing(given) else as_object(given, f"kwargs[{k}]")
     parameters = {key: value for key, value in raw.items() if not is_missing(value)}
+    if name in JUDGED:
+        return make_criterion(JUDGED[name], 1.0, {"verifier": "llm", "instruction": name}, place("function"))
     try:
         text = find(name).describe(parameters)
     except CheckError as error:

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from . import ifeval_structure, ifeval_words, own  # noqa: F401  (importing a module registers its checks)
-from .registry import CHECKS, Check, CheckError, check, find
+# Importing a module registers its checks.
+from . import (  # noqa: F401
+    ifbench_counts,
+    ifbench_custom,
+    ifbench_format,
+    ifbench_words,
+    ifeval_structure,
+    ifeval_words,
+    own,
+)
+from .registry import CHECKS, JUDGED, Check, CheckError, check, find
 
-__all__ = ["CHECKS", "Check", "CheckError", "check", "find"]
+__all__ = ["CHECKS", "JUDGED", "Check", "CheckError", "check", "find"]

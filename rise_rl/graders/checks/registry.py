@@ -50,6 +50,9 @@ class Check:
 
 CHECKS: dict[str, Check] = {}
 
+JUDGED: dict[str, str] = {}
+"""Public names of instructions that need a judge: name -> what they ask of a response."""
+
 
 def check(name: str, wish: str) -> Callable[[CheckFunction], CheckFunction]:
     """Registers `function(response, *, parameter: type, ...) -> bool | float in [0, 1]` under its public name."""
@@ -68,6 +71,10 @@ def check(name: str, wish: str) -> Callable[[CheckFunction], CheckFunction]:
         return function
 
     return register
+
+
+def judged(name: str, wish: str) -> None:
+    JUDGED[name] = wish
 
 
 def find(name: object) -> Check:

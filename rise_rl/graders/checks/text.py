@@ -25,6 +25,10 @@ _BULLET = re.compile(r"^\s*(?:\*(?!\*)|-|\u2022)\s*\S.*$", re.MULTILINE)
 _NUMBERED = re.compile(r"^\s*\d+[.)]\s+\S.*$", re.MULTILINE)
 
 
+def word_set(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 def compare(found: int, relation: Relation, wanted: int) -> bool:
     return found < wanted if relation == "less than" else found >= wanted
 
@@ -32,6 +36,12 @@ def compare(found: int, relation: Relation, wanted: int) -> bool:
 def words(text: str) -> list[str]:
     r"""Runs of word characters (`\w+`), as IFEval counts them: "don't" and "well-known" are two words each."""
     return re.findall(r"\w+", text)
+
+
+def tokens(text: str) -> list[str]:
+    """Words as split by white space, punctuation around them left out: "don't" and "well-known" are one word each."""
+    found = (re.sub(r"^[\W_]+|[\W_]+$", "", part) for part in text.split())
+    return [word for word in found if word]
 
 
 def sentences(text: str) -> list[str]:
