@@ -97,7 +97,7 @@ def csv_special_character(response: str) -> bool:
 
 @check(
     "custom:csv_quotes",
-    "write tab-separated data with the columns StudentID, Subject, Grade, Semester, Score and 3 rows, all fields quoted",
+    "write tab-separated data with the columns StudentID, Subject, Grade, Semester, Score, 3 rows, all quoted",
 )
 def csv_quotes(response: str) -> bool:
     """This header, three rows, five cells each, every cell in double quotation marks."""

@@ -71,7 +71,7 @@ def output_template(response: str) -> bool:
 
 @check("format:options", "answer with one of these options and nothing else: {options}")
 def options(response: str, *, options: Text) -> bool:
-    """Options are apart by "/", " or " or ","; lettered ones ("a)") must match exactly, others but for case and marks."""
+    """Options are apart by "/", " or " or ","; lettered ones ("a)") must match exactly."""
     separator = next((mark for mark in ("/", " or ", ",") if mark in options), ",")
     choices = [choice.strip() for choice in options.split(separator)]
     if re.match(r"\W*a\W", options, re.IGNORECASE):

@@ -49,10 +49,10 @@ def sentences(text: str) -> list[str]:
     parts, start = [], 0
     for end in _SENTENCE_END.finditer(text):
         before = re.search(r"[\w.]*$", text[start : end.start()])
-        last = before.group().lower() if before else ""
-        initial = len(last) == 1 and last.isalpha() and last not in "ia"
+        last = before.group() if before else ""
+        initial = len(last) == 1 and last.isupper() and last not in "IA"
         marker = last.isdigit() and not text[: end.start()].rpartition("\n")[2].strip(last + " \t")
-        if end.group() == "." and (last in _ABBREVIATIONS or initial or marker) and end.end() < len(text):
+        if end.group() == "." and (last.lower() in _ABBREVIATIONS or initial or marker) and end.end() < len(text):
             continue
         parts.append(text[start : end.end()])
         start = end.end()
