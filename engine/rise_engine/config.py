@@ -54,7 +54,7 @@ class EngineConfig(BaseModel):
     attention: Literal["auto", "sdpa", "flash_attention_2", "eager"] = Field(
         "auto", description="Attention implementation. auto: sdpa."
     )
-    offload: OffloadConfig = Field(default_factory=OffloadConfig, description="What lives in host memory.")
+    offload: OffloadConfig = Field(OffloadConfig(), description="What lives in host memory.")
     deepspeed: dict[str, Any] = Field(
         default_factory=dict,
         description="Raw DeepSpeed settings, merged last over the built ones (see --dry-run).",

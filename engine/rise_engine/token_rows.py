@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -119,7 +120,7 @@ class StepStatistics:
             dist.all_reduce(total)
         return total.tolist()
 
-    def summary(self) -> dict[str, float]:
+    def summary(self) -> dict[str, Any]:
         table = torch.cat(self.tokens) if self.tokens else torch.zeros(0, 7, device=self.device)
         guide, entropy, ratio, clipped, support, kl, gap = _gathered(table).cpu().double().unbind(1)
         natural = guide == 0

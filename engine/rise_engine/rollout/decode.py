@@ -104,9 +104,7 @@ def prefill(
         )
         hidden.append(output.last_hidden_state[:, -1])
         caches.append(output.past_key_values)
-    first, *others = caches
-    for i, layer in enumerate(first.layers):
-        assert layer.keys is not None and layer.values is not None
-        layer.keys = torch.cat([layer.keys, *(c.layers[i].keys for c in others)])
-        layer.values = torch.cat([layer.values, *(c.layers[i].values for c in others)])
-    return first, torch.cat(hidden)
+    for i, layer in enumerate(caches[0].layers):
+        layer.keys = torch.cat([c.layers[i].keys for c in caches])
+        layer.values = torch.cat([c.layers[i].values for c in caches])
+    return caches[0], torch.cat(hidden)

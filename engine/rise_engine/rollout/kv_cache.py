@@ -14,6 +14,8 @@ class DecodeLayer(CacheLayerMixin):
     """keys, values [rows, kv_heads, columns, head_dim]; the first `rows` rows and `length` columns are in use."""
 
     is_sliding = False
+    keys: Tensor
+    values: Tensor
 
     def __init__(self, keys: Tensor, values: Tensor, length: int) -> None:
         super().__init__()
@@ -30,6 +32,14 @@ class DecodeLayer(CacheLayerMixin):
         self.values[: self.rows, :, self.length : end] = value_states
         self.length = end
         return self.keys[: self.rows, :, :end], self.values[: self.rows, :, :end]
+
+    def reorder(self, order: list[int]) -> None:
+        """Row order[i] moves to place i, i <= order[i]; the rows that are left are in use."""
+        for place, old in enumerate(order):
+            if place != old:
+                for buffer in (self.keys, self.values):
+                    buffer[place, :, : self.length] = buffer[old, :, : self.length]
+        self.rows = len(order)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.length + query_length, 0
@@ -48,7 +58,8 @@ class DecodeCache(Cache):
         layers: list[CacheLayerMixin] = []
         for layer in prompts.layers:
             keys, values = layer.keys, layer.values
-            assert keys is not None and values is not None
+            assert keys is not None
+            assert values is not None
             length = keys.shape[-2]
             shape = (len(owners), keys.shape[1], columns, keys.shape[-1])
             pair = keys.new_empty(shape), values.new_empty(*shape[:-1], values.shape[-1])
@@ -66,10 +77,6 @@ class DecodeCache(Cache):
             if row < len(order):
                 order[row] = last
         for layer in self.layers:
-            assert isinstance(layer, DecodeLayer) and layer.keys is not None and layer.values is not None
-            for place, old in enumerate(order):
-                if place != old:
-                    layer.keys[place, :, : layer.length] = layer.keys[old, :, : layer.length]
-                    layer.values[place, :, : layer.length] = layer.values[old, :, : layer.length]
-            layer.rows = len(order)
+            assert isinstance(layer, DecodeLayer)
+            layer.reorder(order)
         return order

@@ -87,12 +87,12 @@ class TransformersRollout:
             raise RuntimeError("rollouts: generate() before the first sync(); the engine has no weights yet")
         if self.version != self.policy.step:
             raise RuntimeError(
-                f"rollouts: synced at step {self.version}, but the policy is at step {self.policy.step}; call sync() first"
+                f"rollouts: synced at step {self.version}, but the policy is at {self.policy.step}; call sync() first"
             )
         if sampling.top_p < 1 or sampling.top_k > 0:
             raise ValueError(
-                f"sampling: top_p {sampling.top_p}, top_k {sampling.top_k}: only the full distribution is sampled from, "
-                "as log-probs would otherwise be renormalised over a subset that the trainer does not know"
+                f"sampling: top_p {sampling.top_p}, top_k {sampling.top_k}: only the full distribution is sampled "
+                "from, as log-probs would otherwise be renormalised over a subset that the trainer does not know"
             )
         if sampling.temperature < 0:
             raise ValueError(f"sampling: temperature must be >= 0, found {sampling.temperature}")
@@ -105,6 +105,6 @@ class TransformersRollout:
             if needed > self.policy.context_length:
                 raise ValueError(
                     f"request {request.uid!r}: a prompt of {len(request.prompt_ids)} tokens and max_new_tokens "
-                    f"{sampling.max_new_tokens} need {needed} tokens; the model's context is {self.policy.context_length}"
+                    f"{sampling.max_new_tokens} need {needed} tokens; the context is {self.policy.context_length}"
                 )
         return self.version
