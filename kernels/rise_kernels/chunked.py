@@ -21,7 +21,7 @@ from .backend import Grads, LinearHead, Needs, Options, RowStats
 from .token_losses import LossSpec, TokenLosses, TokenRows, token_losses
 
 CPU_WORKSPACE = 96 << 20  # more rows at a time make the products no faster on a CPU
-CPU_BLOCK, GPU_BLOCK = 1 << 20, 64 << 20  # bytes of logits at a time in the elementwise passes; on a CPU: the cache
+CPU_BLOCK, GPU_BLOCK = 512 << 10, 64 << 20  # bytes of logits at a time in the elementwise passes; on a CPU: the cache
 LOWEST = -200.0  # exp(LOWEST) is 0 in float32: stands for -inf where 0 * -inf would be NaN
 
 

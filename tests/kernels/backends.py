@@ -1,0 +1,9 @@
+"""The backends every kernel test runs on. This is the one place to add another."""
+
+from __future__ import annotations
+
+BACKENDS = ["reference", "chunked"]
+
+# What a backend may be off by, against float64 with float32 inputs.
+LOGPROB_ATOL = 2e-5
+GRAD_RTOL = 1e-4
