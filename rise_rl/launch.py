@@ -17,10 +17,11 @@ from rise_kernels.token_losses import LossSpec
 
 from .config import Config, ConfigError, DataConfig
 from .data import DataError, Example, load_examples
+from .errors import RiseError
 from .fetch import resolve_model
 from .graders.base import Grader
 from .graders.plugin import load_grader
-from .graders.routing import RoutingGrader, required_routes
+from .graders.routing import RoutingGrader
 from .graders.rule import RuleGrader
 from .progress import Progress
 from .run_folder import RunFolder
@@ -31,18 +32,31 @@ class Interrupted(Exception):
     """The run was asked to stop; its checkpoint is saved."""
 
 
+@contextmanager
+def blaming(key: str) -> Iterator[None]:
+    """A ValueError of a component says what is wrong with the configuration key that named it."""
+    try:
+        yield
+    except RiseError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{key}: {error}") from error
+
+
 def make_grader(config: Config, examples: Sequence[Example]) -> Grader:
     """The grader the data needs; fails before anything is loaded if a criterion has nobody to judge it."""
     if config.grader:
-        return load_grader(config.grader)
+        with blaming("grader"):
+            return load_grader(config.grader)
     judge: Grader | None = None
     if config.judge is not None:
         from .graders.llm import LlmGrader
 
         judge = LlmGrader(config.judge)
-    elif "llm" in required_routes(examples):
-        raise ConfigError("judge: the data has criteria that need a language model to judge them; set judge.model")
-    return RoutingGrader(rule=RuleGrader(), llm=judge)
+    grader = RoutingGrader(rule=RuleGrader(), llm=judge)
+    with blaming("judge"):
+        grader.require(examples)
+    return grader
 
 
 def fitting(
@@ -51,18 +65,19 @@ def fitting(
     """The examples whose prompt is within data.max_prompt_tokens; others stop the run or are dropped and counted."""
     kept = []
     for example in examples:
-        length = len(render_prompt(tokenizer, example.messages, config.chat_template))  # type: ignore[arg-type]
+        length = len(render_prompt(tokenizer, example.messages, config.chat_template))
         if length <= config.max_prompt_tokens:
             kept.append(example)
         elif config.overlong_prompt == "error":
             raise DataError(
-                f"{source}: prompt {example.uid!r} has {length} tokens, more than data.max_prompt_tokens "
-                f"({config.max_prompt_tokens}); raise the limit or set data.overlong_prompt=drop"
+                f"prompt {example.uid!r} has {length} tokens, more than data.max_prompt_tokens "
+                f"({config.max_prompt_tokens}); raise the limit or set data.overlong_prompt=drop",
+                file=source,
             )
     if len(kept) < len(examples):
         console.print(f"{source}: dropped {len(examples) - len(kept)} of {len(examples)} prompts as too long")
     if not kept:
-        raise DataError(f"{source}: no prompt is left to use")
+        raise DataError("no prompt is short enough to use", file=source)
     return kept
 
 
@@ -75,8 +90,9 @@ def run_training(config: Config, *, resume: bool = False, console: Console | Non
     model = resolve_model(config.model)
 
     folder = Path(config.output) / config.name
-    run = RunFolder.resume(folder, config) if resume else RunFolder.create(folder, config)
-    policy = PolicyEngine(model, config.engine, loss=loss_spec(config), seed=config.seed)
+    run = RunFolder.resume(folder, config) if resume else RunFolder.new(folder, config)
+    with blaming("model"):
+        policy = PolicyEngine(model, config.engine, loss=loss_spec(config), seed=config.seed)
     needed = config.data.max_prompt_tokens + config.guidance.budget_tokens + config.rollout.max_new_tokens
     if needed > policy.context_length:
         raise ConfigError(
@@ -86,7 +102,9 @@ def run_training(config: Config, *, resume: bool = False, console: Console | Non
     train = fitting(train, policy.tokenizer, config.data, console, config.data.train)
     heldout = fitting(heldout, policy.tokenizer, config.data, console, str(config.data.heldout)) if heldout else []
 
-    checkpoints = CheckpointStore(folder / "checkpoints", keep=config.checkpoint.keep)
+    if not resume:
+        run.begin()
+    checkpoints = CheckpointStore(run.checkpoints, keep=config.checkpoint.keep)
     if resume:
         found = checkpoints.load_latest(policy)
         run.truncate_after(policy.step)

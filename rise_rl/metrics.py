@@ -42,7 +42,7 @@ METRICS: dict[str, Metric] = {
     "kl": Metric("mean KL estimate to the reference policy, where one is used", "nats"),
     "loss": Metric("total loss (eq. 12)"),
     "loss/policy": Metric("its GRPO part"),
-    "loss/guide": Metric("its guide part, before lambda"),
+    "loss/guide": Metric("its guide part, lambda included"),
     "grad_norm": Metric("gradient norm before clipping"),
     "lr": Metric("learning rate of this step"),
     "length/natural_mean": Metric("mean length of natural responses, stop token included", "tokens"),

@@ -61,7 +61,8 @@ class Progress:
         self.console.print(
             f"step {self.done}/{self.steps}  reward {number(metrics['reward/natural'])} "
             f"(smoothed {number(metrics['reward/natural_smoothed'])})  guided {number(metrics['reward/guided'])} "
-            f"kept {metrics['guided/kept']}/{metrics['guided/generated']}  entropy {number(metrics['entropy'], '.2f')}  "
+            f"kept {metrics['guided/kept']}/{metrics['guided/generated']}  "
+            f"entropy {number(metrics['entropy'], '.2f')}  "
             f"{metrics['time/step']:.1f} s, about {left / 60:.0f} min left",
             highlight=False,
         )

@@ -52,8 +52,10 @@ class RunFolder:
     # --- opening ---------------------------------------------------------------------------------------------------
 
     @classmethod
-    def create(cls, path: str | Path, config: Config) -> RunFolder:
-        """A new run in a folder that is empty or not there yet. Raises RunFolderError otherwise."""
+    def new(cls, path: str | Path, config: Config) -> RunFolder:
+        """A run that has not begun: the folder must be empty or not there yet, RunFolderError otherwise. Nothing is
+        written before `begin`, so that what goes wrong while a model loads leaves no run behind.
+        """
         check_trackers(config.trackers)
         run = cls(path, config)
         found = sorted(p.name for p in run.path.iterdir() if p.suffix != ".tmp") if run.path.is_dir() else []
@@ -62,9 +64,19 @@ class RunFolder:
                 f"{run.path}: already there ({', '.join(found[:4]) or 'a file'}{', ...' if len(found) > 4 else ''}); "
                 "--resume goes on with that run, name=... starts another one, or remove it"
             )
-        run.path.mkdir(parents=True, exist_ok=True)
-        write_aside(run.path / "config.yaml", dump_config(config))
-        run._write_manifest(make_manifest(config) | {"resumes": []})
+        return run
+
+    def begin(self) -> None:
+        config = self._writable()
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_aside(self.path / "config.yaml", dump_config(config))
+        self._write_manifest(make_manifest(config) | {"resumes": []})
+
+    @classmethod
+    def create(cls, path: str | Path, config: Config) -> RunFolder:
+        """`new` and `begin` in one."""
+        run = cls.new(path, config)
+        run.begin()
         return run
 
     @classmethod

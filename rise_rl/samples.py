@@ -9,7 +9,7 @@ from typing import Any
 from rise_engine.rollout.base import Rollout
 
 from .data import Example
-from .graders.base import Grader, GradeItem
+from .graders.base import GradeItem, Grader
 from .rubric import Verdict
 
 

@@ -12,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from rise_engine.checkpoint import CheckpointStore
@@ -156,7 +157,7 @@ class Trainer:
                     chosen,
                     template=draw_template(config.templates, seed=seed, step=step, uid=uid, index=index),
                     secrecy_wish=config.secrecy_wish,
-                    fits=lambda messages, limit=limit: len(self._render(messages)) <= limit,
+                    fits=partial(self._fits, limit),
                 )
                 dropped += len(chosen) - (len(guided.shown) if guided else 0)
                 if guided:
@@ -180,6 +181,9 @@ class Trainer:
             rollouts = self.rollouts.generate(requests, self.sampling, advance)
         with self._phase("grade"):
             return grade_rollouts(self.grader, examples, rollouts, shown)
+
+    def _fits(self, limit: int, messages: Sequence[Any]) -> bool:
+        return len(self._render(messages)) <= limit
 
     def _render(self, messages: Sequence[Any]) -> Prompt:
         return render_prompt(self.policy.tokenizer, messages, self.config.data.chat_template)

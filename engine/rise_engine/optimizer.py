@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from .config import EngineConfig
+from .errors import EngineError
 
 
-class NonFiniteError(RuntimeError):
+class NonFiniteError(EngineError):
     """A loss or a gradient norm is NaN or infinite. Raised before the optimizer step, so nothing was updated."""
 
 

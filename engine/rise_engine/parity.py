@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from .errors import EngineError
 from .policy import PolicyEngine
 from .rollout.base import RolloutEngine, RolloutRequest, Sampling
 
@@ -12,7 +13,7 @@ PROBE_TOKENS = 8
 PROBE_TEMPERATURE = 0.7
 
 
-class ParityError(RuntimeError):
+class ParityError(EngineError):
     """Rollout engine and trainer disagree about the log-probs of the same tokens."""
 
 
@@ -36,7 +37,7 @@ def parity_probe(rollouts: RolloutEngine, policy: PolicyEngine, *, tolerance: fl
         raise ParityError(
             f"rollout engine and trainer disagree at step {policy.step}: log-probs of the same {len(gaps)} tokens "
             f"differ by up to {worst:.3g} nats (allowed: {tolerance:.3g}). Look at: a weight sync that "
-            "did not reach every tensor (a tied lm_head is sent separately), a prefix cache kept over an update, log-probs taken before "
-            "the temperature, or engine and trainer running in different dtypes (then raise the tolerance)"
+            "did not reach every tensor (a tied lm_head is sent apart), a prefix cache kept over an update, log-probs "
+            "taken before the temperature, or engine and trainer running in different dtypes (then raise the tolerance)"
         )
     return worst

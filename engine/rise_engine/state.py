@@ -14,6 +14,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
+from .errors import EngineError
 from .files import new_folder
 from .loading import quiet
 
@@ -24,7 +25,7 @@ TAG = "deepspeed"
 INDEX = "checkpoint.json"
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(EngineError):
     """A checkpoint that cannot be written or used; the message says which and what to do."""
 
 

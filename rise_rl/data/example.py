@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..errors import RiseError
 from ..graders.base import Message
 from ..rubric import Criterion, Rubric
 
@@ -35,7 +36,7 @@ class FieldError(ValueError):
         self.field, self.message = field, message
 
 
-class DataError(ValueError):
+class DataError(RiseError, ValueError):
     """What is wrong with the data, and where: str() puts file, row and field (as far as given) before the message.
 
     `row` counts from 1: the line in JSON lines, the record in other files (a CSV's header is none).

@@ -129,3 +129,15 @@ def test_dropping_truncated_guided_answers_is_an_option():
     guided = [sample("p", 0.9, 8, shown=(0,), finish="length")]
     assert build(NATURAL, guided).gains == pytest.approx([0.4])
     assert build(NATURAL, guided, guidance=GuidanceConfig(drop_truncated=True)).gains == [0.0]
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+def test_masked_truncated_samples_leave_numerator_and_denominator_alike(aggregation):
+    cut = sample("p", 1.0, 50, finish="length")
+    natural = [*NATURAL[:2], cut, *NATURAL[2:]]
+    grpo = GrpoConfig(group_size=2, aggregation=aggregation, mask_truncated=True)
+    masked = build(natural, grpo=grpo)
+    assert cut.rollout.token_ids not in [s.response_ids for s in masked.sequences]
+    assert [s.token_weight for s in masked.sequences] == [s.token_weight for s in build(NATURAL, grpo=grpo).sequences]
+    kept = build(natural, grpo=GrpoConfig(group_size=2, aggregation=aggregation))
+    assert kept.sequences[0].token_weight < masked.sequences[0].token_weight

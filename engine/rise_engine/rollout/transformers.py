@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from ..frozen import FrozenPolicy
 from ..policy import PolicyEngine
 from .base import Rollout, RolloutRequest, Sampling
 from .decode import Answer, decode
@@ -12,14 +13,14 @@ from .decode import Answer, decode
 class TransformersRollout:
     """A RolloutEngine on the policy's weights. max_rows: answers decoded together; each holds its keys and values.
 
-    Raises ValueError under ZeRO-3 with several ranks: a rank that finishes first would leave the others waiting for
-    its share of the weights.
+    policy: the one being trained, or a frozen one. Raises ValueError under ZeRO-3 with several ranks: a rank that
+    finishes first would leave the others waiting for its share of the weights.
     """
 
-    def __init__(self, policy: PolicyEngine, max_rows: int = 64) -> None:
+    def __init__(self, policy: PolicyEngine | FrozenPolicy, max_rows: int = 64) -> None:
         if max_rows < 1:
             raise ValueError(f"max_rows: expected at least 1, found {max_rows}")
-        if policy.world_size > 1 and policy.engine.zero_optimization_stage() == 3:
+        if isinstance(policy, PolicyEngine) and policy.world_size > 1 and policy.engine.zero_optimization_stage() == 3:
             raise ValueError(
                 "rollouts with transformers: ZeRO-3 on several ranks is not supported; use stage 2 or vLLM"
             )
@@ -53,7 +54,6 @@ class TransformersRollout:
 
         # Equal prompts side by side, so that each is prefilled once, and similar lengths together: little padding.
         order = sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt_ids), requests[i].prompt_ids))
-        self.policy.engine.eval()
         for start in range(0, len(order), self.max_rows):
             rows = order[start : start + self.max_rows]
             decoded = decode(

@@ -1,0 +1,84 @@
+"""What is done with a model outside training: sampling, evaluation on a prompt file, export of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from rise_engine.checkpoint import CheckpointStore
+from rise_engine.files import new_folder
+from rise_engine.frozen import FrozenPolicy
+from rise_engine.policy import PolicyEngine
+from rise_engine.prompts import render_prompt
+from rise_engine.rollout.base import RolloutRequest, Sampling
+from rise_engine.rollout.transformers import TransformersRollout
+from rise_engine.seeds import derive_seed
+
+from .config import Config, ConfigError, load_config
+from .data import load_examples
+from .fetch import resolve_model
+from .launch import blaming, fitting, make_grader
+from .progress import Progress
+from .run_folder import RunFolder, RunFolderError
+from .trainer import evaluate
+
+
+def sample_answers(model: str, prompt: str, *, n: int, max_new_tokens: int, temperature: float, seed: int) -> list[str]:
+    """n answers to one user message; temperature 0 is greedy."""
+    policy = FrozenPolicy(resolve_model(model), dtype=torch.bfloat16 if torch.cuda.is_available() else torch.float32)
+    rollouts = TransformersRollout(policy)
+    rollouts.sync(policy.step)
+    if not prompt.strip():
+        raise ConfigError("prompt: expected some text, found none")
+    ids = render_prompt(policy.tokenizer, [{"role": "user", "content": prompt}])
+    requests = [RolloutRequest("sample", i, ids, derive_seed("sample", seed, i)) for i in range(n)]
+    with blaming("sample"):
+        answers = rollouts.generate(requests, Sampling(max_new_tokens=max_new_tokens, temperature=temperature))
+    return [answer.text for answer in answers]
+
+
+def evaluate_model(config: Config, console: Console) -> dict[str, Any]:
+    """Held-out evaluation of `config.model` as it stands, exactly as during training."""
+    if not config.data.heldout:
+        raise ConfigError("data.heldout: expected a file of prompts to evaluate on, found null")
+    examples = load_examples(config.data.heldout)
+    grader = make_grader(config, examples)
+    policy = FrozenPolicy(resolve_model(config.model), dtype=config.engine.torch_dtype)
+    examples = fitting(examples, policy.tokenizer, config.data, console, config.data.heldout)
+    rollouts = TransformersRollout(policy, max_rows=config.rollout.max_rows)
+    rollouts.sync(policy.step)
+    with Progress(0, console=console) as progress:
+        return evaluate(
+            examples[: config.evaluation.prompts],
+            rollouts,
+            grader,
+            Sampling(max_new_tokens=config.rollout.max_new_tokens, temperature=config.rollout.temperature),
+            prompt_of=lambda e: render_prompt(policy.tokenizer, e.messages, config.data.chat_template),
+            samples=config.evaluation.samples,
+            seed=config.seed,
+            progress=progress,
+        )
+
+
+def export_run(run: Path, folder: Path, *, best: bool) -> Path:
+    """A run's last checkpoint (or its best model) as a plain transformers folder. `folder` must not exist."""
+    if folder.exists():
+        raise RunFolderError(f"{folder}: already there; name a folder that does not exist yet")
+    config = load_config(run / "config.yaml")
+    store = CheckpointStore(RunFolder(run).checkpoints)
+    if best:
+        if store.best() is None:
+            raise RunFolderError(f"{run}: no best model; it is kept when the run evaluates on held-out prompts")
+        with new_folder(folder) as aside:
+            for path in (store.folder / "best").iterdir():
+                (aside / path.name).write_bytes(path.read_bytes())
+        return folder
+    if store.latest() is None:
+        raise RunFolderError(f"{run}: no checkpoint to export")
+    policy = PolicyEngine(resolve_model(config.model), config.engine, seed=config.seed)
+    store.load_latest(policy)
+    policy.export(folder)
+    return folder
