@@ -63,7 +63,6 @@ def train(
             console.print("# DeepSpeed\n" + json.dumps(built, indent=2), markup=False, highlight=False)
             return
         from .launch import Interrupted, run_training
-        from .report import write_report
 
         try:
             folder = run_training(loaded, resume=resume, console=console)
@@ -71,6 +70,8 @@ def train(
             command = shlex.join(["rise-rl", "train", str(config), *(overrides or []), "--resume"])
             console.print(f"stopped; go on with:  {command}", highlight=False)
             raise typer.Exit(130) from stop
+        from .report import write_report
+
         console.print(f"report: {write_report(folder)}", highlight=False)
 
 

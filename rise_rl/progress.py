@@ -65,6 +65,7 @@ class Progress:
             f"entropy {number(metrics['entropy'], '.2f')}  "
             f"{metrics['time/step']:.1f} s, about {left / 60:.0f} min left",
             highlight=False,
+            soft_wrap=True,
         )
 
     def evaluated(self, record: dict[str, Any]) -> None:
@@ -72,4 +73,5 @@ class Progress:
             f"held-out reward after {record['step']} steps: [bold]{number(record['reward/mean'])}[/bold] "
             f"({record['samples']} answers, {number(record['length/mean'], '.0f')} tokens on average)",
             highlight=False,
+            soft_wrap=True,
         )

@@ -225,7 +225,8 @@ class Trainer:
     def _log(self, metrics: dict[str, Any], started: float) -> None:
         previous = self.history[-1] if self.history else {}
         metrics["reward/natural_smoothed"] = smooth(previous.get("reward/natural_smoothed"), metrics["reward/natural"])
-        metrics["gap/smoothed"] = smooth(previous.get("gap/smoothed"), metrics["gap/raw"])
+        if metrics["guidance/active"]:
+            metrics["gap/smoothed"] = smooth(previous.get("gap/smoothed"), metrics["gap/raw"])
         seconds = time.perf_counter() - started
         metrics.update({f"time/{phase}": spent for phase, spent in self.times.items()})
         metrics["time/step"] = seconds
