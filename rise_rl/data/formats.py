@@ -94,4 +94,6 @@ def make_example(
 
 
 def _plain(key: str, value: object) -> bool:
-    return key not in ("prompt", "query", "question") and isinstance(value, (str, int, float)) and not is_missing(value)
+    if key in ("prompt", "query", "question") or is_missing(value):
+        return False
+    return isinstance(decode(value), (str, int, float))
