@@ -66,11 +66,12 @@ def test_prompts_are_short_and_no_two_are_alike(splits):
 
 # Words that carry a prompt's form, not its matter.
 FORM = set(
-    (
-        "a about after an and any ask at be can do does for from get give good have how i in is it know like make me my "
-        "of on or our please should some story tale tell that the there this to us we what when where which who why "
-        "with would write you your first idea ideas recipe invent short takes place"
-    ).split()
+    re.findall(
+        r"\w+",
+        """a about after an and any ask at be can do does for from get give good have how i in is it know like make me my
+        of on or our please should some story tale tell that the there this to us we what when where which who why with
+        would write you your first idea ideas recipe invent short takes place""",
+    )
 )
 
 
