@@ -47,6 +47,7 @@ class Sample:
             "weight_version": self.rollout.weight_version,
             "reward": self.reward,
             "verdicts": self.verdicts,
+            "criteria": [{"text": c.text, "weight": c.weight} for c in self.example.rubric.criteria],
             "shown": list(self.shown),
         }
 
