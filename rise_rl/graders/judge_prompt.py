@@ -61,7 +61,9 @@ class JudgePrompt:
         if missing := {"system", "user"} - set(self._template.blocks):
             raise ValueError(f"judge.template: {self.origin}: block {' and '.join(sorted(missing))} is missing")
         tags = sorted({name.lower() for name in _TAG.findall(source)})
-        self._own_tag = re.compile(rf"<(?=\s*/?\s*(?:{'|'.join(map(re.escape, tags))})\b)" if tags else r"(?!)", re.I)
+        self._own_tag = re.compile(
+            rf"<(?=\s{{0,8}}/?\s{{0,8}}(?:{'|'.join(map(re.escape, tags))})\b)" if tags else r"(?!)", re.I
+        )
         self._check()
 
     def field(self, text: str) -> str:

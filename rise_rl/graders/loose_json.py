@@ -24,18 +24,19 @@ class Unreadable(ValueError):
 
 @dataclass(frozen=True)
 class Found:
-    """One outermost value of a text: an object, or a list of objects, and where it stood."""
+    """One outermost value of a text: an object, or a list of objects, and where it stood. complete: not cut short."""
 
     value: Pairs | list[Any]
     start: int
     end: int
+    complete: bool = True
 
 
 _KEY = r"""(?:"[^"\n]{1,60}"|'[^'\n]{1,60}'|[“”][^“”\n]{1,60}[“”]|[A-Za-z_]\w{0,59})\s*:"""
 _START = re.compile(rf"\[\s*(?=\{{\s*{_KEY})|\{{\s*(?={_KEY})")
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 _BARE = re.compile(r"[^\s,\]}:\"'“”{\[][^,\]}\n\"“”{\[]*")
-_AFTER_COMMA = re.compile(rf"\s*,\s*(?:{_KEY}|[}}\]]|$)")
+_AFTER_COMMA = re.compile(rf"""\s*,\s*(?:{_KEY}|[}}\]]|["'“]?[\w -]{{0,60}}\Z)""")
 _CLOSERS = {'"': '"', "'": "'", "“": "”"}
 _LITERALS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"}
@@ -47,15 +48,15 @@ def find_objects(text: str) -> list[Found]:
     found = []
     position = 0
     while match := _START.search(text, position):
-        start = match.start()
+        start, complete = match.start(), True
         try:
             value, end = _STRICT.raw_decode(text, start)
         except (ValueError, RecursionError):
             reader = _Reader(text, start)
-            value, end = reader.value("item", 0), reader.position
+            value, end, complete = reader.value("item", 0), reader.position, not reader.cut
             if reader.cut and reader.guessed_quote:
                 raise Unreadable("an unescaped quote in a text that is cut short") from None
-        found.append(Found(value, start, end))
+        found.append(Found(value, start, end, complete))
         position = end
     return found
 
@@ -161,6 +162,8 @@ class _Reader:
                 characters.append(character)
             elif self.closes(role):
                 return "".join(characters)
+            elif role == "key":
+                raise Unreadable("an unescaped quote in a key")
             else:  # a quotation mark or an apostrophe that the model forgot to escape
                 self.guessed_quote |= closer != "'"
                 characters.append(character)

@@ -7,6 +7,7 @@ the judge's. Causes of an unknown: "empty", "unparseable", "ambiguous", "judge_u
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,13 +32,13 @@ _WORDS: dict[str, Verdict] = {
 _SAYS_UNKNOWN = frozenset(["unknown", "null", "none", "n/a", "unclear", "undetermined"])
 _MARKUP = " \t\r\n*_`\"'.,;:!#>-“”‘’"
 
-_THINK = re.compile(r"<(think|thinking|reasoning)>.*?</\1>", re.DOTALL | re.IGNORECASE)
 _THINK_END = re.compile(r"</(?:think|thinking|reasoning)>", re.IGNORECASE)
 _THINK_START = re.compile(r"<(?:think|thinking|reasoning)>", re.IGNORECASE)
-_FINAL_CHANNEL = re.compile(r"<\|channel\|>final.*?<\|message\|>", re.DOTALL)
+_FINAL_CHANNEL = re.compile(r"<\|channel\|>final[^<]{0,100}<\|message\|>")
 _LINE = re.compile(
-    r"^[\s*_`#>-]*(?:final\s+)?([a-z][a-z _]{1,30}?)[\s*_`]*[:=](.{1,60})$", re.IGNORECASE | re.MULTILINE
+    r"^[ \t*_`#>-]*(?:final\s+)?([a-z][a-z _]{1,30}?)[ \t*_`]*[:=](.{1,60})$", re.IGNORECASE | re.MULTILINE
 )
+_QUOTED_KEY = re.compile(r"""["'“]([\w -]{1,40})["'”]\s*:""")
 
 
 @dataclass(frozen=True)
@@ -90,13 +91,13 @@ def read_batch(
     text: str | None, count: int, *, scored: bool = False, reasoning: str | None = None, response: str = ""
 ) -> list[Reading]:
     """parse_batch with the cause of each unknown ("missing_id", "duplicate_id" besides the others)."""
-    answer = _answer(text, reasoning)
-    if not answer:
-        return [Reading(None, "empty")] * count
     try:
+        answer = _answer(text, reasoning)
         objects = _own_objects(answer, response)
     except Unreadable:
         return [UNPARSEABLE] * count
+    if not answer:
+        return [Reading(None, "empty")] * count
     keys, value_of = (SCORE_KEYS, _score_value) if scored else (VERDICT_KEYS, _verdict_value)
     entries = [entry for found in objects for entry in _entries(found.value)]
     if not entries:
@@ -122,16 +123,18 @@ def _read_one(
     keys: frozenset[str],
     value_of: Callable[[Any], Reading],
 ) -> Reading:
-    answer = _answer(text, reasoning)
-    if not answer:
-        return Reading(None, "empty")
     try:
+        answer = _answer(text, reasoning)
         objects = _own_objects(answer, response)
     except Unreadable:
         return UNPARSEABLE
+    if not answer:
+        return Reading(None, "empty")
     readings = [value_of(value) for found in objects for value in _statements(found.value, keys)]
     prose = _without(answer, find_objects(answer))
     readings += [value_of(value) for value in _stated_lines(prose, keys, response)]
+    if any(_name(key) in keys for key in _QUOTED_KEY.findall(prose)):  # pieces of an object that was not read
+        return AMBIGUOUS
     if not readings and not objects:  # an answer of one word
         word = value_of(prose.replace("```", ""))
         if word.verdict is not None and not _copied(prose, response, whole=True):
@@ -147,22 +150,36 @@ def _agree(readings: Sequence[Reading]) -> Reading:
 
 
 def _answer(text: str | None, reasoning: str | None) -> str:
-    """The answer itself: behind reasoning blocks and channels, or what ends the reasoning if there is nothing else."""
-    text = text or ""
+    """The answer itself: behind reasoning blocks and channels, or what ends the reasoning if there is nothing else.
+
+    Raises Unreadable.
+    """
+    text = (text or "").strip()
+    if _is_json(text):  # whatever its explanation quotes
+        return text
     channels = list(_FINAL_CHANNEL.finditer(text))
     if channels:
         text = text[channels[-1].end() :]
     elif "<|channel|>" in text:
         text = ""
-    text = _THINK.sub(" ", text)
     ends = list(_THINK_END.finditer(text))
     if ends:
+        if not all(found.complete for found in find_objects(text[: ends[-1].start()])):
+            raise Unreadable("the end of a reasoning block within an object")
         text = text[ends[-1].end() :]
     start = _THINK_START.search(text)
     if start:
         text = text[: start.start()]
     text = text.strip()
     return text or _closing_object(reasoning or "")
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _closing_object(reasoning: str) -> str:
