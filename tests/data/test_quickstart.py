@@ -68,9 +68,9 @@ def test_prompts_are_short_and_no_two_are_alike(splits):
 FORM = set(
     re.findall(
         r"\w+",
-        """a about after an and any ask at be can do does for from get give good have how i in is it know like make me my
-        of on or our please should some story tale tell that the there this to us we what when where which who why with
-        would write you your first idea ideas recipe invent short takes place""",
+        """a about after an and any ask at be can do does for from get give good have how i in is it know like make me
+        my of on or our please should some story tale tell that the there this to us we what when where which who why
+        with would write you your first idea ideas recipe invent short takes place""",
     )
 )
 

@@ -13,6 +13,38 @@ GERMAN = "Das Wetter ist heute schön und wir gehen alle zusammen im Park spazie
 
 # (check, parameters, responses that meet it, responses that do not)
 CASES = [
+    ("keywords:frequency", {"keyword": "War", "relation": LEAST, "frequency": 1}, ["war"], ["peace"]),
+    ("keywords:letter_frequency", {"letter": "T", "let_relation": LEAST, "let_frequency": 1}, ["t"], ["d"]),
+    ("length_constraints:number_paragraphs", {"num_paragraphs": 3}, ["a***b ***\nc"], ["a *** *** b", " *** a *** "]),
+    (
+        "length_constraints:nth_paragraph_first_word",
+        {"num_paragraphs": 1, "nth_paragraph": 1, "first_word": " Go "},
+        [" \n \n go on"],
+        ["on go"],
+    ),
+    ("combination:repeat_prompt", {"prompt_to_repeat": " SAY it "}, ["say IT: no"], ["it say"]),
+    ("startend:end_checker", {"end_phrase": ' "The End" '}, ['so it was. the end "'], ["the end, friend"]),
+    ("detectable_format:number_bullet_lists", {"num_bullets": 1}, ["---\n- a", "\n* a\n***"], ["---", "- - -\n- a"]),
+    (
+        "detectable_format:number_highlighted_sections",
+        {"num_highlights": 1},
+        ["*a*", "**a**"],
+        ["***a", "**", "****", "* *"],
+    ),
+    (
+        "detectable_format:json_format",
+        {},
+        ['\n``` {"a": [1]}```\n', "```JSON\n1\n```\n"],
+        ["```json\n```", "``` x", "json 1"],
+    ),
+    (
+        "detectable_format:multiple_sections",
+        {"section_spliter": " Part ", "num_sections": 1},
+        ["Part1"],
+        ["Apart 1", "Part"],
+    ),
+    ("rise:numbered_list", {"min_items": 1}, ["\n  1. a"], ["1.a", "x 1. a", "1.\na"]),
+    ("rise:bullet_list", {"min_items": 1}, ["\n  - a", "•a", "* a"], ["---", "***", "- - -", "-5", "-\na"]),
     ("keywords:existence", {"keywords": ["Yeast", "gluten"]}, ["yeasty GLUTEN"], ["yeast", "glute and yeast"]),
     ("keywords:existence", {"keywords": ["a+b"]}, ["is a+b"], ["aab"]),
     ("keywords:frequency", {"keyword": "war", "relation": LEAST, "frequency": 2}, ["War, war", "warwar"], ["war"]),

@@ -98,8 +98,8 @@ def multiple_sections(response: str, *, section_spliter: Text, num_sections: Pos
 
 @check("detectable_format:number_bullet_lists", "write exactly {num_bullets} bullet points, with * or -")
 def number_bullet_lists(response: str, *, num_bullets: Positive) -> bool:
-    """Exactly so many lines that start with one * or with -."""
-    return len(re.findall(r"^\s*(?:\*(?!\*)|-).*\S", response, re.MULTILINE)) == num_bullets
+    """Exactly so many lines that start with one * or with - (a rule, `---`, is none)."""
+    return len(re.findall(r"^[ \t]*(?:\*(?!\*)|-(?!-+\s*$)).*\S", response, re.MULTILINE)) == num_bullets
 
 
 @check("detectable_format:number_highlighted_sections", "highlight at least {num_highlights} passages with *asterisks*")

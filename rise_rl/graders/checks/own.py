@@ -38,7 +38,7 @@ def max_words(response: str, *, num_words: Positive) -> bool:
 
 @check("rise:bullet_list", "write a bulleted list of at least {min_items} items")
 def bullet_list(response: str, *, min_items: Positive) -> bool:
-    """At least `min_items` lines that start with *, - or a bullet sign."""
+    """At least `min_items` lines that start with * or - and a space, or with a bullet sign."""
     return len(bullets(response)) >= min_items
 
 

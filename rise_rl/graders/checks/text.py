@@ -21,8 +21,8 @@ _SENTENCE_END = re.compile(
       | \n\s*\n""",
     re.VERBOSE,
 )
-_BULLET = re.compile(r"^\s*(?:\*(?!\*)|-|\u2022)\s*\S.*$", re.MULTILINE)
-_NUMBERED = re.compile(r"^\s*\d+[.)]\s+\S.*$", re.MULTILINE)
+_BULLET = re.compile(r"^[ \t]*(?:[*-][ \t]+|\u2022[ \t]*)[^\s*-].*$", re.MULTILINE)
+_NUMBERED = re.compile(r"^[ \t]*\d+[.)][ \t]+\S.*$", re.MULTILINE)
 
 
 def word_set(text: str) -> frozenset[str]:
@@ -70,7 +70,7 @@ def lines(text: str) -> list[str]:
 
 
 def bullets(text: str) -> list[str]:
-    """Lines that start with *, - or a bullet sign (bold text, `**`, is no bullet)."""
+    """Lines that start with * or - and a space, or a bullet sign, and go on with text (rules and bold text do not)."""
     return _BULLET.findall(text)
 
 
