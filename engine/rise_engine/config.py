@@ -14,8 +14,12 @@ class OffloadConfig(BaseModel):
     optimizer: bool = Field(
         False, description="Keep the optimizer's state in host memory (ZeRO 1-3, DeepSpeedCPUAdam)."
     )
-    parameters: bool = Field(False, description="Keep the parameters in host memory between uses (ZeRO 3 only).")
-    pin_memory: bool = Field(True, description="Page-lock the offloaded buffers: faster copies, memory not swappable.")
+    parameters: bool = Field(
+        default=False, description="Keep the parameters in host memory between uses (ZeRO 3 only)."
+    )
+    pin_memory: bool = Field(
+        default=True, description="Page-lock the offloaded buffers: faster copies, memory not swappable."
+    )
 
 
 class EngineConfig(BaseModel):

@@ -36,8 +36,8 @@ def parity_probe(rollouts: RolloutEngine, policy: PolicyEngine, *, tolerance: fl
     if not (math.isfinite(worst) and worst <= tolerance):
         raise ParityError(
             f"rollout engine and trainer disagree at step {policy.step}: log-probs of the same {len(gaps)} tokens "
-            f"differ by up to {worst:.3g} nats (allowed: {tolerance:.3g}). Look at: a weight sync that "
-            "did not reach every tensor (a tied lm_head is sent apart), a prefix cache kept over an update, log-probs "
-            "taken before the temperature, or engine and trainer running in different dtypes (then raise the tolerance)"
+            f"differ by up to {worst:.3g} nats (allowed: {tolerance:.3g}). Look at: a weight sync that did not reach "
+            "every tensor (a tied lm_head is sent separately), a prefix cache kept over an update, log-probs taken "
+            "before the temperature, or engine and trainer in different dtypes (then raise the tolerance)"
         )
     return worst
