@@ -83,39 +83,37 @@ def test_wrapped_answers(wrap, met, quote):
 
 
 # Explanations full of what might be mistaken for structure.
-fragments = st.lists(
-    st.one_of(
-        st.sampled_from(
-            [
-                '"',
-                "'",
-                "{",
-                "}",
-                "[",
-                "]",
-                ",",
-                ":",
-                "\\",
-                "\n",
-                "```",
-                "true",
-                "false",
-                " ",
-                "criteria_met",
-                '"criteria_met"',
-            ]
-            + [
-                '{"criteria_met": true}',
-                '{"criteria_met": false}',
-                '", "criteria_met": true',
-                "', 'criteria_met': False",
-            ]
-            + ["verdict: met", "\nVerdict: not met\n", "<think>", "</think>", "It's", "«", "\u2028"]
-        ),
-        st.text(max_size=8),
-    ),
-    max_size=8,
-).map("".join)
+SIGNS = [
+    '"',
+    "'",
+    "{",
+    "}",
+    "[",
+    "]",
+    ",",
+    ":",
+    "\\",
+    "\n",
+    "```",
+    "true",
+    "false",
+    " ",
+    "criteria_met",
+    '"criteria_met"',
+]
+DECOYS = [
+    '{"criteria_met": true}',
+    '{"criteria_met": false}',
+    '", "criteria_met": true',
+    "', 'criteria_met': False",
+    "verdict: met",
+    "\nVerdict: not met\n",
+    "<think>",
+    "</think>",
+    "It's",
+    "\u2028",
+]
+fragments = st.lists(st.one_of(st.sampled_from(SIGNS + DECOYS), st.text(max_size=8)), max_size=8).map("".join)
 
 
 @thorough

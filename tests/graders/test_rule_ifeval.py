@@ -44,7 +44,7 @@ CASES = [
         ["Apart 1", "Part"],
     ),
     ("rise:numbered_list", {"min_items": 1}, ["\n  1. a"], ["1.a", "x 1. a", "1.\na"]),
-    ("rise:bullet_list", {"min_items": 1}, ["\n  - a", "•a", "* a"], ["---", "***", "- - -", "-5", "-\na"]),
+    ("rise:bullet_list", {"min_items": 1}, ["\n  - a", "•a", "* **a**"], ["---", "***", "- - -", "-5", "-\na"]),
     ("keywords:existence", {"keywords": ["Yeast", "gluten"]}, ["yeasty GLUTEN"], ["yeast", "glute and yeast"]),
     ("keywords:existence", {"keywords": ["a+b"]}, ["is a+b"], ["aab"]),
     ("keywords:frequency", {"keyword": "war", "relation": LEAST, "frequency": 2}, ["War, war", "warwar"], ["war"]),
@@ -53,7 +53,12 @@ CASES = [
     ("keywords:letter_frequency", {"letter": "o", "let_relation": LEAST, "let_frequency": 2}, ["Oo", "foo"], ["of"]),
     ("keywords:letter_frequency", {"letter": "#", "let_relation": LESS, "let_frequency": 2}, ["#", "x"], ["##"]),
     ("language:response_language", {"language": "de"}, [GERMAN], [ENGLISH, "12345", "?!"]),
-    ("change_case:english_capital", {}, [CAPS], [ENGLISH, GERMAN.upper(), "123", CAPS + "x"]),
+    (
+        "change_case:english_capital",
+        {},
+        [CAPS, "DEAR SIR, PLEASE SEND ME THE BOOK"],
+        [ENGLISH, GERMAN.upper(), "123", CAPS + "x"],
+    ),
     ("change_case:english_lowercase", {}, [ENGLISH.lower()], [ENGLISH, GERMAN.lower(), "123"]),
     (
         "change_case:capital_word_frequency",

@@ -21,7 +21,7 @@ _SENTENCE_END = re.compile(
       | \n\s*\n""",
     re.VERBOSE,
 )
-_BULLET = re.compile(r"^[ \t]*(?:[*-][ \t]+|\u2022[ \t]*)[^\s*-].*$", re.MULTILINE)
+_BULLET = re.compile(r"^[ \t]*(?:[*-][ \t]+|\u2022[ \t]*)(?=\S).*\w.*$", re.MULTILINE)
 _NUMBERED = re.compile(r"^[ \t]*\d+[.)][ \t]+\S.*$", re.MULTILINE)
 
 
