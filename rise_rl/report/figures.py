@@ -244,10 +244,11 @@ def heat_colours() -> Colormap:
 
 
 def heat_colour(share: float) -> tuple[str, str]:
-    """(background, text colour) as hex."""
-    red, green, blue, _ = rgba = heat_colours()(0.92 * share)
-    light = 0.2126 * red + 0.7152 * green + 0.0722 * blue
-    return to_hex(rgba), INK if light > 0.45 else "#FFFFFF"
+    """(background, text colour) as hex; of black and white text the one that stands out more, by WCAG's measure."""
+    rgba = heat_colours()(0.92 * share)
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in rgba[:3]]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return to_hex(rgba), "#000000" if (luminance + 0.05) ** 2 > 1.05 * 0.05 else "#ffffff"
 
 
 def heat_map_figure(heat: HeatMap) -> Figure:
