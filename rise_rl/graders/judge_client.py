@@ -115,9 +115,9 @@ class JudgeClient:
                     self._note_failure(server, error)
                     if not error.again:
                         break
-                else:
-                    server.failures = self._failed_in_a_row = 0
-                    return answer
+                    continue
+                server.failures, server.shunned_until, self._failed_in_a_row = 0, 0.0, 0
+                return answer
         self._give_up(failure)
         raise CallFailed(failure.cause, str(failure))
 
@@ -127,10 +127,13 @@ class JudgeClient:
 
     def _pick(self) -> _Server:
         now = self._clock()
-        return min(
+        server = min(
             self._servers,
             key=lambda s: (max(s.paused_until - now, 0.0), s.shunned_until > now, s.in_flight, s.calls),
         )
+        if server.failures:  # this call is the probe; the others keep away until it is answered
+            server.shunned_until = now + self.config.backoff_max_s
+        return server
 
     def _jitter(self, attempt: int) -> float:
         return random.uniform(0.0, min(self.config.backoff_max_s, self.config.backoff_s * 2.0 ** min(attempt - 1, 60)))
