@@ -179,6 +179,7 @@ def linear_rise_loss(
     advantage, old, ref and behaviour log-probs may be NaN on guide rows. Everything else as in linear_policy_loss and
     linear_guide_loss.
     """
+    checks.check_tensor("is_guide", is_guide)
     spec = LossSpec(gamma, clip_low, clip_high, dual_clip, kl_coef, kl_estimator, is_cap)
     vectors = {
         "token_weight": token_weight,

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from .backend import Backend, Grads, LinearHead, Needs, Options, RowStats
+from .rows import power_of_two_scale
 from .token_losses import LossSpec, TokenLosses, TokenRows, loss_parts, token_losses
 
-_SCALE_SLAB = 16 << 20  # elements scaled at a time where the gradient's type differs from the parameter's
+_SCALE_SLAB = 1 << 20  # elements scaled at a time where the saved gradient or the parameter is not float32
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class FusedLoss(torch.autograd.Function):
         stats, losses, grads = run_fused(call, needs)
         ctx.save_for_backward(call.scale, *grads)
         ctx.needs = needs
-        ctx.like = [None if x is None else (x.shape, x.dtype, x.device) for x in (hidden, weight, bias)]
+        ctx.like = [None if x is None else _like(x) for x in (hidden, weight, bias)]
         return sum(loss_parts(losses, call.rows)), stats, losses
 
     @staticmethod
@@ -124,6 +125,10 @@ class FusedLoss(torch.autograd.Function):
         return *out, None, None
 
 
+def _like(x: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return x.shape, x.dtype, x.device
+
+
 def _scaled(grad: Tensor | None, factor: Tensor, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     """grad * factor in the parameter's type, multiplied in float32; never in place, the graph may be used again."""
     if grad is None:
@@ -133,7 +138,7 @@ def _scaled(grad: Tensor | None, factor: Tensor, shape: torch.Size, dtype: torch
     out = torch.empty(shape, dtype=dtype, device=device)
     step = max(1, _SCALE_SLAB // max(1, shape[1:].numel()))
     for start in range(0, shape[0], step):
-        out[start : start + step] = grad[start : start + step].float() * factor
+        out[start : start + step] = grad[start : start + step].to(torch.float32, copy=True).mul_(factor)
     return out
 
 
@@ -156,7 +161,12 @@ class LogProb(torch.autograd.Function):
         like = (hidden, weight, bias)
         if hidden.shape[0] == 0:
             return *(torch.zeros_like(x) if need else None for x, need in zip(like, ctx.needs)), None, None
-        logprob, logsumexp, entropy = (None if g is None else g.float().contiguous() for g in upstream)
+        scale = None
+        if hidden.dtype == torch.float16:  # small upstream gradients would be flushed to 0 inside the products
+            scale = power_of_two_scale(torch.cat([g.float() for g in upstream if g is not None]))
+        logprob, logsumexp, entropy = (
+            None if g is None else g.float() if scale is None else g.float() * scale for g in upstream
+        )
         with plain_precision(hidden.device):
             grads = call.backend.stats_backward(
                 _head(hidden, weight, bias, call),
@@ -167,7 +177,9 @@ class LogProb(torch.autograd.Function):
                 needs=ctx.needs,
                 options=call.options,
             )
-        return *(None if g is None else g.to(x.dtype) for g, x in zip(grads, like)), None, None
+        if scale is None:
+            return *(None if g is None else g.to(x.dtype) for g, x in zip(grads, like)), None, None
+        return *(None if g is None else _scaled(g, 1 / scale, *_like(x)) for g, x in zip(grads, like)), None, None
 
 
 def _head(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: StatsCall) -> LinearHead:

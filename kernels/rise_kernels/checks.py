@@ -33,7 +33,7 @@ def check_head(
     for name, x in (("hidden", hidden), ("weight", weight), ("target", target), ("bias", bias)):
         if name == "bias" and x is None:
             continue
-        _check_tensor(name, x)
+        check_tensor(name, x)
     _check_weight(weight)
     if hidden.ndim != 2:
         raise ValueError(
@@ -96,13 +96,13 @@ def check_rows(hidden: Tensor, spec: LossSpec, *, is_guide: Tensor | None = None
             raise TypeError(f"{name}: expected a float tensor [N], found None")
         if x is None:
             continue
-        _check_tensor(name, x)
+        check_tensor(name, x)
         if not x.dtype.is_floating_point:
             raise TypeError(f"{name}: expected a float dtype, found {x.dtype}")
         _check_length(name, x, hidden)
         _check_device(name, x, hidden)
     if is_guide is not None:
-        _check_tensor("is_guide", is_guide)
+        check_tensor("is_guide", is_guide)
         if is_guide.dtype != torch.bool:
             raise TypeError(f"is_guide: expected dtype bool, found {is_guide.dtype}")
         _check_length("is_guide", is_guide, hidden)
@@ -121,7 +121,7 @@ def _shape(x: Tensor) -> str:
     return str(list(x.shape))
 
 
-def _check_tensor(name: str, x: Any) -> None:
+def check_tensor(name: str, x: Any) -> None:
     if isinstance(x, torch.nn.Module):
         hint = ""
         if hasattr(x, "base_layer") or any("lora_" in key for key, _ in x.named_parameters()):

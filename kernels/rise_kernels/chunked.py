@@ -39,7 +39,8 @@ class _Workspace:
         # CUDA multiplies 16-bit inputs into float32; elsewhere they are cast to float32, slab by slab.
         self.native = self.low and head.hidden.is_cuda
         self.compute = head.hidden.dtype if self.native else torch.float32
-        self.recast = head.weight.dtype != self.compute or not _blas_ready(head.weight)
+        # A weight in hidden's own type is used as it stands if that is also the products' type.
+        self.recast = not (head.weight.dtype == head.hidden.dtype == self.compute and _blas_ready(head.weight))
         self.slab = v
         if self.recast:
             slab_row = d * (self.compute.itemsize + head.hidden.dtype.itemsize)

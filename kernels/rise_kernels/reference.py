@@ -13,9 +13,12 @@ from .token_losses import LossSpec, TokenLosses, TokenRows, loss_parts, token_lo
 
 
 def logits(head: LinearHead) -> Tensor:
-    """float32 [n, V]. The weight is rounded to hidden's type first, as autocast does."""
+    """float32 [n, V]. Under autocast the weight is rounded to hidden's type, but its gradient stays float32."""
     with plain_precision(head.hidden.device):
-        z = head.hidden.float() @ head.weight.to(head.hidden.dtype).float().T
+        weight = head.weight.float()
+        if head.weight.dtype != head.hidden.dtype:
+            weight = weight + (weight.to(head.hidden.dtype).float() - weight).detach()
+        z = _Product.apply(head.hidden.float(), weight)
         if head.bias is not None:
             z = z + head.bias.float()
         if head.softcap is not None:
@@ -24,10 +27,14 @@ def logits(head: LinearHead) -> Tensor:
 
 
 def stats(head: LinearHead, *, with_entropy: bool) -> RowStats:
-    """Differentiable, once."""
-    z = _FirstOrderOnly.apply(logits(head))
-    logsumexp = torch.logsumexp(z, dim=-1)
-    logprob = z.gather(1, head.target[:, None]).squeeze(1) - logsumexp
+    """Differentiable, once. With L the logsumexp of all other logits, logp = logsigmoid(z_target - L): its slope 1 - p
+    is exact where p is near 1, while that of z_target - logsumexp(z) is a cancellation."""
+    z = logits(head)
+    at_target = z.gather(1, head.target[:, None])
+    others = torch.logsumexp(z.scatter(1, head.target[:, None], -torch.inf), dim=-1)
+    at_target = at_target.squeeze(1)
+    logprob = torch.nn.functional.logsigmoid(at_target - others)
+    logsumexp = torch.logaddexp(at_target, others)
     entropy = None
     if with_entropy:
         log_p = torch.log_softmax(z, dim=-1)
@@ -46,17 +53,23 @@ def fused_loss(
     return _WithSlope.apply(row_stats.logprob, value, rows.token_weight * losses.dloss), row_stats, losses
 
 
-class _FirstOrderOnly(torch.autograd.Function):
-    """The identity; its backward pass refuses create_graph, as the other backends do."""
+class _Product(torch.autograd.Function):
+    """hidden @ weight.T, with a backward pass in float32 even inside autocast, and only a first one."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        return hidden @ weight.T
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> Tensor:
+    def backward(ctx: Any, upstream: Tensor):
         forbid_double_backward()
-        return upstream
+        hidden, weight = ctx.saved_tensors
+        with plain_precision(upstream.device):
+            return (
+                upstream @ weight if ctx.needs_input_grad[0] else None,
+                upstream.T @ hidden if ctx.needs_input_grad[1] else None,
+            )
 
 
 class _WithSlope(torch.autograd.Function):
