@@ -104,8 +104,9 @@ class RowJudge:
                     for c in item.criteria
                 ],
             )
-            for k, key in enumerate(vote.keys if self.cache else []):
-                if self.cache and (verdict := self.cache.get(key)) is not None:
+            for k, key in enumerate(vote.keys):
+                verdict = None if self.cache is None else self.cache.get(key)
+                if verdict is not None:
                     vote.readings[k] = Reading(verdict)
                     self.stats.cache_hits += 1
             votes.append(vote)
@@ -146,7 +147,7 @@ class RowJudge:
                 self._done.set()
         for k, reading in zip(group, readings, strict=True):
             vote.readings[k] = reading
-            if self.cache and reading.verdict is not None:
+            if self.cache is not None and reading.verdict is not None:
                 self.cache.put(vote.keys[k], reading.verdict)
 
     def _read(self, answer: Answer, response: str, count: int, scored: bool) -> list[Reading]:
