@@ -11,8 +11,10 @@ from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
-from matplotlib.colors import Colormap, to_hex
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Colormap, ListedColormap, Normalize, to_hex
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
 from .heatmap import HeatMap, Row
@@ -30,6 +32,9 @@ PHASE_COLOURS = {
     "checkpoint": "#F0E442",
     OTHER: "#B8BDC6",
 }
+_REDS = matplotlib.colormaps["OrRd"]
+HEAT: Colormap = ListedColormap([_REDS(0.92 * i / 255) for i in range(256)]).with_extremes(bad="#F1F2F4")
+"""White to dark red; its lightness falls evenly, so it reads in grey too. Light grey where nothing was judged."""
 STYLE: dict[str, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 10,
@@ -222,7 +227,7 @@ def inline_svg(figure: Figure) -> str:
 def curves_figure(run: RunData) -> Figure:
     """Reward, gap, entropy and kept share on one sheet, for a README."""
     panels = [("reward", draw_reward), ("gap", draw_gap), ("entropy", draw_entropy), ("kept", draw_kept)]
-    figure = Figure(figsize=(11, 6.6), layout="constrained")
+    figure = Figure(figsize=(11, 6.6), layout=ConstrainedLayoutEngine(h_pad=0.1, w_pad=0.1))
     grid = figure.subplots(2, 2)
     for axes, (_, draw) in zip(grid.flat, panels):
         if draw(axes, run):
@@ -238,14 +243,9 @@ def curves_figure(run: RunData) -> Figure:
 # --- heat map -------------------------------------------------------------------------------------------------------
 
 
-def heat_colours() -> Colormap:
-    """White to dark red; its lightness falls evenly, so it reads in grey too."""
-    return matplotlib.colormaps["OrRd"].resampled(256)
-
-
 def heat_colour(share: float) -> tuple[str, str]:
     """(background, text colour) as hex; of black and white text the one that stands out more, by WCAG's measure."""
-    rgba = heat_colours()(0.92 * share)
+    rgba = HEAT(float(share))
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in rgba[:3]]
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
     return to_hex(rgba), "#000000" if (luminance + 0.05) ** 2 > 1.05 * 0.05 else "#ffffff"
@@ -260,17 +260,13 @@ def heat_map_figure(heat: HeatMap) -> Figure:
     grid = figure.subplots(1, len(sides), squeeze=False)[0]
     for axes, side in zip(grid, sides):
         _draw_side(axes, heat, side, height)
-    bar = matplotlib.cm.ScalarMappable(matplotlib.colors.Normalize(0, 1), _shortened(heat_colours()))
+    bar = ScalarMappable(Normalize(0, 1), HEAT)
     colorbar = figure.colorbar(bar, ax=list(grid), location="bottom", fraction=0.025, aspect=50, pad=0.02)
     colorbar.ax.xaxis.set_major_formatter(lambda v, _: f"{v:.0%}")
     colorbar.set_label("held-out answers that miss the criterion", fontsize=9)
     colorbar.ax.tick_params(labelsize=8.5)
     colorbar.outline.set_visible(False)
     return figure
-
-
-def _shortened(colours: Colormap) -> Colormap:
-    return matplotlib.colors.ListedColormap([colours(0.92 * i / 255) for i in range(256)])
 
 
 def _split(topics: list[tuple[str, list[Row]]]) -> list[list[tuple[str, list[Row]]]]:
@@ -288,23 +284,22 @@ def _split(topics: list[tuple[str, list[Row]]]) -> list[list[tuple[str, list[Row
 
 def _draw_side(axes: Axes, heat: HeatMap, topics: Sequence[tuple[str, list[Row]]], height: float) -> None:
     ticks, labels, top = [], [], 0.0
+    columns = [c - 0.5 for c in range(len(heat.steps) + 1)]
     for topic, rows in topics:
         axes.text(-0.5, top + 0.95, topic, fontweight="bold", fontsize=9, va="bottom")
         top += 1.2
-        for row in rows:
-            for column, step in enumerate(heat.steps):
-                share = row.share(step)
-                colour = "#F1F2F4" if share is None else heat_colour(share)[0]
-                axes.fill_between([column - 0.48, column + 0.48], top + 0.04, top + 0.96, color=colour, linewidth=0)
-            ticks.append(top + 0.5)
-            labels.append(f"{shorten(row.text, 40)}  ({row.weight:+g})")
-            top += 1
+        shares = [[math.nan if (s := row.share(step)) is None else s for step in heat.steps] for row in rows]
+        lines = [top + i for i in range(len(rows) + 1)]
+        axes.pcolormesh(columns, lines, shares, cmap=HEAT, vmin=0, vmax=1, edgecolors="white", linewidth=1.2)
+        ticks += [line + 0.5 for line in lines[:-1]]
+        labels += [f"{shorten(row.text, 40)}  ({row.weight:+g})" for row in rows]
+        top += len(rows)
     axes.set_ylim(height, 0)
     axes.set_xlim(-0.5, len(heat.steps) - 0.5)
     axes.set_yticks(ticks, labels, fontsize=8.5)
     every = math.ceil(len(heat.steps) / 12)
-    columns = range(0, len(heat.steps), every)
-    axes.set_xticks(list(columns), [str(heat.steps[c]) for c in columns], fontsize=8.5)
+    shown = range(0, len(heat.steps), every)
+    axes.set_xticks(list(shown), [str(heat.steps[c]) for c in shown], fontsize=8.5)
     axes.set_xlabel("optimizer step of the evaluation", fontsize=9)
     axes.tick_params(length=0)
     axes.grid(visible=False)

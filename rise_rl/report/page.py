@@ -103,14 +103,16 @@ def sample_step(data: RunData, step: int) -> dict[str, Any]:
 
 
 def _prompt(records: list[dict[str, Any]]) -> dict[str, Any]:
-    by_reward = sorted(records, key=lambda r: -1.0 if r["reward"] is None else r["reward"], reverse=True)
-    natural = [r for r in by_reward if r["kind"] == "natural"]
-    guided = [r for r in by_reward if r["kind"] == "guided"]
+    graded = sorted((r for r in records if r["reward"] is not None), key=lambda r: r["reward"], reverse=True)
+    natural = [r for r in graded if r["kind"] == "natural"]
+    guided = [r for r in graded if r["kind"] == "guided"]
     picks = [("best natural answer", natural[0])] if natural else []
     if len(natural) > 1:
         picks.append(("worst natural answer", natural[-1]))
     if guided:
         picks.append(("best guided answer", guided[0]))
+    if not picks:
+        picks.append(("ungraded answer", records[0]))
     return {
         "uid": records[0]["uid"],
         "prompt": records[0]["prompt"],

@@ -106,7 +106,9 @@ class RunData:
             return Card("held-out reward", "–", "no evaluation in this run")
         best = max(range(len(rewards)), key=rewards.__getitem__)
         value, note = _change(rewards, f"step {steps[0]} to step {steps[-1]}")
-        return Card("held-out reward, no guidance", value, f"{note}; best {rewards[best]:.3f} at step {steps[best]}")
+        if len(rewards) > 1:
+            note += f"; best {rewards[best]:.3f} at step {steps[best]}"
+        return Card("held-out reward, no guidance", value, note)
 
     def _guidance_card(self) -> Card:
         generated, kept = sum(self.known("guided/generated")), sum(self.known("guided/kept"))

@@ -14,7 +14,7 @@ from rise_rl.report import write_figures, write_report
 from rise_rl.report.figures import heat_colour
 from rise_rl.report.heatmap import heat_map
 from rise_rl.report.summary import OTHER, RunData, duration
-from rise_rl.run_folder import RunFolderError
+from rise_rl.run_folder import RunFolder, RunFolderError
 
 VOID = {"meta", "br", "img", "link", "input"}
 
@@ -190,13 +190,22 @@ def luminance(colour: str) -> float:
 
 
 def test_answers_are_shown_with_verdicts_and_hints(full):
-    _, html, page = full
+    path, html, page = full
     assert "Step 1" in page.text
     assert "Step 20" in page.text
     assert "Step 2\n" not in page.text
     first = html[html.index("<h3>Step 1</h3>") : html.index("<h3>Step 20</h3>")]
     assert first.count("best guided answer") == 2
     assert "in the hint" in first
+    assert "ungraded answer" not in first
+    records = [r for r in RunFolder(path).rollouts(1) if r["uid"].startswith("story")]
+    rewards = {kind: [r["reward"] for r in records if r["kind"] == kind] for kind in ("natural", "guided")}
+    cells = re.findall(r"<h4>([\w ]+)</h4>\s*<div class=\"facts\">reward ([\d.]+)", first[first.index("story") :])
+    assert cells == [
+        ("best natural answer", f"{max(rewards['natural']):.3f}"),
+        ("worst natural answer", f"{min(rewards['natural']):.3f}"),
+        ("best guided answer", f"{max(rewards['guided']):.3f}"),
+    ]
     last = html[html.index("<h3>Step 20</h3>") :]
     assert "guided answer" not in last
     # a met negative criterion is bad, a missed one good
