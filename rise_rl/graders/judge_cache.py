@@ -10,6 +10,7 @@ from typing import Any
 import diskcache
 
 from ..rubric import as_verdict
+from .errors import GraderError
 
 FORMAT = 1
 """Part of every key; raised when stored verdicts must no longer be used."""
@@ -31,7 +32,7 @@ class VerdictCache:
         try:
             self._cache = diskcache.Cache(str(folder), eviction_policy="none", cull_limit=0, size_limit=1 << 50)
         except Exception as error:
-            raise OSError(f"judge.cache_dir: cannot open a cache in {folder}: {error}") from error
+            raise GraderError(f"judge.cache_dir: cannot open a cache in {folder}: {error}") from error
 
     def get(self, key: str) -> float | None:
         """The stored verdict, or None. What is no verdict counts as absent."""

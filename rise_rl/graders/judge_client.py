@@ -16,15 +16,12 @@ from typing import Any
 
 import openai
 
+from .errors import GraderError, JudgeUnavailable
 from .judge_config import JudgeConfig
 from .judge_stats import JudgeStats
 
 RETRIED_STATUS = frozenset([408, 409, 425, 429])
 LIVING_CAUSES = frozenset(["content_filter", "too_long"])  # refusals of one request by a server that is well
-
-
-class JudgeUnavailable(RuntimeError):
-    """The judge is plainly down or wrongly set up; going on would only collect unknown verdicts."""
 
 
 @dataclass(frozen=True)
@@ -233,12 +230,12 @@ class JudgeClient:
 
 
 def api_key(config: JudgeConfig) -> str:
-    """The key from the environment. Raises ValueError if the variable named by `api_key_env` is not set."""
+    """The key from the environment. Raises GraderError if the variable named by `api_key_env` is not set."""
     if config.api_key_env is None:
         return "none"  # the client insists on one
     key = os.environ.get(config.api_key_env)
     if not key:
-        raise ValueError(f"judge.api_key_env: the environment variable {config.api_key_env} is not set")
+        raise GraderError(f"judge.api_key_env: the environment variable {config.api_key_env} is not set")
     return key
 
 

@@ -20,6 +20,7 @@ from jinja2.sandbox import SandboxedEnvironment
 from ..rubric import Criterion
 from .bands import HIGHEST, LOWEST, bands
 from .base import Message
+from .errors import GraderError
 
 _REASONING = re.compile(r"<(think|thinking|reasoning)>.*?(?:</\1>|\Z)", re.DOTALL | re.IGNORECASE)
 _REASONING_HEAD = re.compile(r"\A.*</(?:think|thinking|reasoning)>", re.DOTALL | re.IGNORECASE)
@@ -46,20 +47,20 @@ class JudgePrompt:
     """The chat messages that put criteria to a judge. `fingerprint`: a hash of the template's text."""
 
     def __init__(self, mode: str, path: Path | None = None) -> None:
-        """path: a template of one's own with the blocks `system` and `user`. Raises ValueError if it cannot be used."""
+        """path: a template of one's own with blocks `system` and `user`. Raises GraderError if it cannot be used."""
         self.origin = str(path) if path else f"templates/{mode}.j2"
         try:
             source = (path or resources.files(__package__).joinpath(self.origin)).read_text(encoding="utf-8")
         except OSError as error:
-            raise ValueError(f"judge.template: cannot read {self.origin}: {error}") from error
+            raise GraderError(f"judge.template: cannot read {self.origin}: {error}") from error
         self.fingerprint = hashlib.sha256(source.encode()).hexdigest()
         environment = SandboxedEnvironment(undefined=jinja2.StrictUndefined, autoescape=False)
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
-            raise ValueError(f"judge.template: {self.origin}: {error}") from error
+            raise GraderError(f"judge.template: {self.origin}: {error}") from error
         if missing := {"system", "user"} - set(self._template.blocks):
-            raise ValueError(f"judge.template: {self.origin}: block {' and '.join(sorted(missing))} is missing")
+            raise GraderError(f"judge.template: {self.origin}: block {' and '.join(sorted(missing))} is missing")
         tags = sorted({name.lower() for name in _TAG.findall(source)})
         self._own_tag = re.compile(
             rf"<(?=\s{{0,8}}/?\s{{0,8}}(?:{'|'.join(map(re.escape, tags))})\b)" if tags else r"(?!)", re.I
@@ -105,7 +106,7 @@ class JudgePrompt:
                 for role in ("system", "user")
             ]
         except jinja2.TemplateError as error:
-            raise ValueError(f"judge.template: {self.origin}: {error}") from error
+            raise GraderError(f"judge.template: {self.origin}: {error}") from error
 
     def _check(self) -> None:
         """A template must close each text in tags, and show the criteria after the response."""
@@ -116,16 +117,16 @@ class JudgePrompt:
             user = self.messages(message, places["response"], probe, scored=scored)[1]["content"]
             for name in ("response", "criteria"):
                 if (shown := user.count(places[name])) != 1:
-                    raise ValueError(
+                    raise GraderError(
                         f"judge.template: {self.origin}: expected {name} once in block user, found {shown} times"
                     )
             if not re.search(r"<(\w[\w-]*)[^<>]*>\s*RRRR\s*</\1>", user):
-                raise ValueError(
+                raise GraderError(
                     f"judge.template: {self.origin}: expected the response alone between tags, as in "
                     "<response>{{ response }}</response>: only then can its end not be forged"
                 )
             if user.index(places["response"]) > user.index(places["criteria"]):
-                raise ValueError(
+                raise GraderError(
                     f"judge.template: {self.origin}: expected the criteria after the response: the other way round "
                     "no server could reuse its work on the response"
                 )

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 from ..rubric import Verdict
 from .base import GradeItem
+from .errors import JudgeUnavailable
 from .judge_cache import VerdictCache, cache_key
-from .judge_client import JudgeClient, JudgeUnavailable, api_key
+from .judge_client import JudgeClient, api_key
 from .judge_config import JudgeConfig
 from .judge_prompt import JudgePrompt
 from .judge_rows import RowJudge
@@ -27,7 +28,7 @@ class LlmGrader:
     """
 
     def __init__(self, config: JudgeConfig) -> None:
-        """Raises ValueError for a template that cannot be used or a key that is not there. Connects at first use."""
+        """Raises GraderError for a template that cannot be used or a key that is not there. Connects at first use."""
         self.config = config
         self.stats = JudgeStats()
         self._prompt = JudgePrompt(config.mode, config.template)

@@ -9,6 +9,7 @@ from typing import cast
 
 from ..rubric import Criterion, Verdict, VerdictLike, as_verdict
 from .base import GradeItem, Grader
+from .errors import GraderError
 
 VerdictFunction = Callable[[GradeItem, Criterion], VerdictLike]
 
@@ -35,27 +36,27 @@ class FunctionGrader:
         try:
             return as_verdict(value)
         except (ValueError, TypeError) as error:
-            raise ValueError(f"grader {self.name}, row {item.uid!r}, criterion {criterion.text!r}: {error}") from error
+            raise GraderError(f"grader {self.name}, row {item.uid!r}, criterion {criterion.text!r}: {error}") from error
 
 
 def load_grader(path: str) -> Grader:
     """`package.module:name` -> a grader.
 
     name: an object with `grade(items)`, a class of such objects (called without arguments), or a function
-    (item, criterion) -> verdict. Raises ValueError that says what is wrong with the path or what it names.
+    (item, criterion) -> verdict. Raises GraderError that says what is wrong with the path or what it names.
     """
     module_name, _, name = path.partition(":")
     if not module_name or not name:
-        raise ValueError(f"grader: expected package.module:name, found {path!r}")
+        raise GraderError(f"grader: expected package.module:name, found {path!r}")
     try:
         found = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
-            raise ValueError(f"grader {path!r}: there is no module {error.name!r} on the import path") from error
+            raise GraderError(f"grader {path!r}: there is no module {error.name!r} on the import path") from error
         raise  # the module is there; something that it imports is not
     for part in name.split("."):
         if not hasattr(found, part):
-            raise ValueError(f"grader {path!r}: module {module_name} has no {name!r}")
+            raise GraderError(f"grader {path!r}: module {module_name} has no {name!r}")
         found = getattr(found, part)
     return _as_grader(found, path)
 
@@ -63,22 +64,22 @@ def load_grader(path: str) -> Grader:
 def _as_grader(found: object, path: str) -> Grader:
     if inspect.isclass(found):
         if not callable(getattr(found, "grade", None)):
-            raise ValueError(f"grader {path!r}: class {found.__name__} has no method grade(items)")
+            raise GraderError(f"grader {path!r}: class {found.__name__} has no method grade(items)")
         try:
             inspect.signature(found).bind()
         except TypeError as error:
-            raise ValueError(
+            raise GraderError(
                 f"grader {path!r}: class {found.__name__} needs arguments ({error}); name an instance of it instead"
             ) from error
         return cast(Grader, found())
     if callable(getattr(found, "grade", None)):
         return cast(Grader, found)
     if not callable(found):
-        raise ValueError(
+        raise GraderError(
             f"grader {path!r}: expected a grader, a class or a function, found {type(found).__name__} {found!r}"
         )
     try:
         inspect.signature(found).bind(None, None)
     except TypeError as error:
-        raise ValueError(f"grader {path!r}: expected a function of (item, criterion): {error}") from error
+        raise GraderError(f"grader {path!r}: expected a function of (item, criterion): {error}") from error
     return FunctionGrader(cast(VerdictFunction, found), path)

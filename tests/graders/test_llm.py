@@ -13,6 +13,7 @@ import pytest
 from pydantic import ValidationError
 
 from rise_rl.graders.base import GradeItem
+from rise_rl.graders.errors import GraderError
 from rise_rl.graders.judge_cache import VerdictCache, cache_key
 from rise_rl.graders.llm import JudgeConfig, LlmGrader
 from rise_rl.rubric import Criterion
@@ -135,7 +136,7 @@ def test_options_that_cannot_be_meant_are_refused(options, message):
 
 def test_a_missing_key_is_an_error_before_anything_is_asked(monkeypatch):
     monkeypatch.delenv("TEST_JUDGE_KEY", raising=False)
-    with pytest.raises(ValueError, match="TEST_JUDGE_KEY is not set"):
+    with pytest.raises(GraderError, match="TEST_JUDGE_KEY is not set"):
         LlmGrader(JudgeConfig(api_key_env="TEST_JUDGE_KEY"))
 
 
@@ -329,7 +330,8 @@ def test_a_killed_writer_leaves_a_cache_that_works(tmp_path):
         f"""
         import itertools
         from pathlib import Path
-        from rise_rl.graders.judge_cache import VerdictCache
+        from rise_rl.graders.errors import GraderError
+from rise_rl.graders.judge_cache import VerdictCache
         cache = VerdictCache(Path({str(tmp_path)!r}))
         for i in itertools.count():
             cache.put(f"key-{{i}}", (i % 10) / 9)
@@ -360,7 +362,7 @@ def test_what_is_no_verdict_in_the_cache_counts_as_absent(tmp_path):
 
 def test_a_cache_folder_that_cannot_be_used_is_named(tmp_path):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(OSError, match=r"judge\.cache_dir"):
+    with pytest.raises(GraderError, match=r"judge\.cache_dir"):
         VerdictCache(tmp_path / "file")
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rise_rl.graders.errors import GraderError
 from rise_rl.graders.judge_prompt import JudgePrompt, answer_schema, visible
 from rise_rl.rubric import Criterion
 
@@ -152,10 +153,10 @@ def test_a_template_of_ones_own_protects_its_own_tags(tmp_path):
     ],
 )
 def test_a_template_that_cannot_be_used_is_refused(tmp_path, template, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(GraderError, match=message):
         JudgePrompt("single", own(tmp_path, template))
 
 
 def test_a_missing_template_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"judge\.template: cannot read .*none\.j2"):
+    with pytest.raises(GraderError, match=r"judge\.template: cannot read .*none\.j2"):
         JudgePrompt("single", tmp_path / "none.j2")
