@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from safetensors import SafetensorError
 
 from .files import ASIDE, new_folder, recover
 from .policy import PolicyEngine
@@ -92,7 +93,7 @@ def _saving(target: Path, standing: Path | None) -> Iterator[Path]:
             dist.barrier()  # the folder is there
             yield aside
             dist.barrier()  # everybody has written
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, SafetensorError) as error:
         left = f"{standing} is intact" if standing else "nothing was saved before it"
         raise CheckpointError(f"{target}: could not be saved: {error}; {left}") from error
     dist.barrier()

@@ -7,24 +7,35 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+# What transformers raises, depending on which file is missing or damaged.
+UNREADABLE = (OSError, ValueError, SafetensorError)
+
 
 def load_model(source: str | Path, *, dtype: torch.dtype, attention: str) -> PreTrainedModel:
-    """A causal language model on the CPU. Raises OSError naming `source` if there is none to be had."""
+    """A causal language model on the CPU. Raises OSError naming `source` if there is none, or only part of one."""
     with quiet():
         try:
-            return AutoModelForCausalLM.from_pretrained(str(source), dtype=dtype, attn_implementation=attention)
-        except OSError as error:
+            model, found = AutoModelForCausalLM.from_pretrained(
+                str(source), dtype=dtype, attn_implementation=attention, output_loading_info=True
+            )
+        except UNREADABLE as error:
             raise _cannot_load("model", source, error) from error
+    if found["missing_keys"]:
+        # transformers would make these up at random and go on.
+        missing = sorted(found["missing_keys"])
+        raise OSError(f"model: {source} lacks {len(missing)} of its weights (first: {missing[0]})")
+    return model
 
 
 def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
     with quiet():
         try:
             return AutoTokenizer.from_pretrained(str(source))
-        except OSError as error:
+        except UNREADABLE as error:
             raise _cannot_load("tokenizer", source, error) from error
 
 
@@ -51,7 +62,7 @@ def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
     return next((int(i) for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
 
 
-def _cannot_load(what: str, source: str | Path, error: OSError) -> OSError:
+def _cannot_load(what: str, source: str | Path, error: Exception) -> OSError:
     if Path(source).exists():
         return OSError(f"{what}: {source} is not a complete transformers folder: {_first_line(error)}")
     return OSError(f"{what}: {source} is neither a local folder nor a hub id that can be reached: {_first_line(error)}")

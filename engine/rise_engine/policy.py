@@ -237,7 +237,7 @@ class PolicyEngine:
         state.save(self, Path(folder))
 
     def load(self, folder: str | Path) -> None:
-        """Raises CheckpointError, before anything is changed, for a checkpoint of something else or a damaged one."""
+        """Raises CheckpointError for a checkpoint of something else or a damaged one; the policy is then not to be used."""
         state.load(self, Path(folder))
 
     def export(self, folder: str | Path) -> None:

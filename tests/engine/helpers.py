@@ -1,4 +1,4 @@
-"""The oracle of the engine's tests: a plain transformers model, full logits, one sequence at a time, formulas written out."""
+"""The oracle of the tests: a plain transformers model, full logits, one sequence at a time, formulas written out."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def plain_steps(
 
 
 def a_step(seed: int = 0, *, prompts: int = 3, vocab: int = 384) -> list[TrainSequence]:
-    """Several prompts of different length, each with natural and guide rows of different length, one of a single token."""
+    """Prompts of different length, each with natural and guide rows of different length, one of a single token."""
     g = torch.Generator().manual_seed(seed)
 
     def ids(n: int) -> tuple[int, ...]:

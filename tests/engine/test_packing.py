@@ -101,8 +101,14 @@ def test_sliding_window_models_fall_back_to_padding(tmp_path):
 
     from rise_engine.attention import why_not_packed
 
-    shape = dict(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2)
-    shape |= dict(num_key_value_heads=1, head_dim=8)
+    shape = {
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    shape |= {"num_key_value_heads": 1, "head_dim": 8}
     windowed = Qwen3Config(**shape, use_sliding_window=True, sliding_window=4, max_window_layers=1)
     assert "sliding_attention" in why_not_packed(Qwen3ForCausalLM(windowed))
     assert why_not_packed(Qwen3ForCausalLM(Qwen3Config(**shape))) is None
