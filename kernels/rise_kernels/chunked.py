@@ -21,7 +21,7 @@ from .backend import Grads, LinearHead, Needs, Options, RowStats
 from .token_losses import LossSpec, TokenLosses, TokenRows, token_losses
 
 CPU_WORKSPACE = 96 << 20  # more rows at a time make the products no faster on a CPU
-CPU_BLOCK, GPU_BLOCK = 512 << 10, 64 << 20  # bytes of logits at a time in the elementwise passes; on a CPU: the cache
+CPU_BLOCK, GPU_BLOCK = 512 << 10, 64 << 20  # bytes of logits in one elementwise pass; on a CPU per thread: its cache
 LOWEST = -200.0  # exp(LOWEST) is 0 in float32: stands for -inf where 0 * -inf would be NaN
 
 
@@ -33,7 +33,9 @@ class _Workspace:
         v = head.weight.shape[0]
         cpu = head.hidden.device.type == "cpu"
         budget = min(options.budget, CPU_WORKSPACE) if cpu else options.budget
-        self.block = max(1, min(CPU_BLOCK if cpu else GPU_BLOCK, budget // 8) // (4 * v))
+        threads = torch.get_num_threads() if cpu else 1
+        self.block = threads * max(1, (CPU_BLOCK if cpu else GPU_BLOCK) // (4 * v))
+        self.block = max(1, min(self.block, budget // (8 * 4 * v)))
         budget -= 4 * v * self.block
         self.low = head.hidden.dtype != torch.float32
         # CUDA multiplies 16-bit inputs into float32; elsewhere they are cast to float32, slab by slab.

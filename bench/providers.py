@@ -1,0 +1,219 @@
+"""Who computes the loss in bench/loss.py: one entry per provider in PROVIDERS, the place to add another.
+
+A provider is built for one problem and gives a function that does one forward and backward pass and returns
+(loss, dH, dW). What cannot run raises `Absent` with the reason, which the benchmark prints. Every provider computes the
+same number: the GRPO loss at ratio 1 (or the guide loss), averaged over all N tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Step = Callable[[], tuple[Tensor | None, Tensor, Tensor]]
+CLIP_LOW, CLIP_HIGH, GAMMA = 0.2, 0.28, 0.1
+
+
+class Absent(Exception):
+    """This provider cannot run here; the message says why."""
+
+
+@dataclass
+class Problem:
+    """Equal sequences of N tokens in all: hidden [N, D], weight [V, D], target [N], advantage [sequences]."""
+
+    hidden: Tensor
+    weight: Tensor
+    target: Tensor
+    advantage: Tensor
+    loss: str
+
+    @staticmethod
+    def random(n: int, d: int, v: int, *, sequences: int, loss: str, dtype: torch.dtype, device: str) -> Problem:
+        """Hidden states of unit scale and a head whose log-probs spread like a language model's; fixed seed."""
+        g = torch.Generator().manual_seed(0)
+        hidden = torch.randn(n, d, generator=g)
+        weight = torch.randn(v, d, generator=g) * (2.0 / d**0.5)
+        target = torch.randint(0, v, (n,), generator=g)
+        # Half of the tokens are what the model itself would say: their log-probs are near 0.
+        likely = torch.arange(n) % 2 == 0
+        hidden[likely] = hidden[likely] * 0.5 + weight[target[likely]] * 3.0
+        advantage = torch.randn(sequences, generator=g)
+        return Problem(
+            hidden.to(device, dtype), weight.to(device, dtype), target.to(device), advantage.to(device), loss
+        )
+
+    @property
+    def n(self) -> int:
+        return self.hidden.shape[0]
+
+    @property
+    def sequences(self) -> int:
+        return self.advantage.shape[0]
+
+    def token_advantage(self) -> Tensor:
+        return self.advantage.repeat_interleave(self.n // self.sequences)
+
+    def token_weight(self) -> Tensor:
+        return torch.full((self.n,), 1.0 / self.n, device=self.hidden.device)
+
+    def leaves(self) -> tuple[Tensor, Tensor]:
+        return self.hidden.detach().requires_grad_(), self.weight.detach().requires_grad_()
+
+    def loss_of(self, logprob: Tensor) -> Tensor:
+        """From log-probs, in plain torch: what a trainer writes around eager logits or a log-prob kernel."""
+        if self.loss == "guide":
+            return -(torch.sigmoid(logprob - torch.tensor(GAMMA).log())).log().mean()
+        advantage = self.token_advantage()
+        ratio = torch.exp(logprob - logprob.detach())
+        surrogate = torch.minimum(advantage * ratio, advantage * ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH))
+        return -surrogate.mean()
+
+
+def three_products(problem: Problem) -> Step:
+    """The floor: hidden @ weight.T and the two products of the backward pass, into buffers made beforehand."""
+    hidden, weight = problem.hidden, problem.weight
+    z = hidden @ weight.T
+    dh, dw = torch.empty_like(hidden), torch.empty_like(weight)
+
+    def step():
+        torch.mm(hidden, weight.T, out=z)
+        torch.mm(z, weight, out=dh)
+        torch.mm(z.T, hidden, out=dw)
+        return None, dh, dw
+
+    return step
+
+
+def eager(problem: Problem) -> Step:
+    """Full logits in torch, as a plain training loop has them; log-softmax in float32."""
+
+    def step():
+        hidden, weight = problem.leaves()
+        logits = (hidden @ weight.T).float()
+        logprob = torch.log_softmax(logits, dim=-1).gather(1, problem.target[:, None]).squeeze(1)
+        loss = problem.loss_of(logprob)
+        loss.backward()
+        return loss.detach(), hidden.grad, weight.grad
+
+    return step
+
+
+def ours(backend: str) -> Callable[[Problem], Step]:
+    def build(problem: Problem) -> Step:
+        import rise_kernels
+        from rise_kernels.select import select_backend
+
+        try:
+            select_backend(backend, problem.hidden.device)
+        except RuntimeError as error:
+            raise Absent(str(error)) from error
+        token_weight, advantage = problem.token_weight(), problem.token_advantage()
+
+        def step():
+            hidden, weight = problem.leaves()
+            args = (hidden, weight, problem.target, token_weight)
+            if problem.loss == "guide":
+                loss = rise_kernels.linear_guide_loss(*args, gamma=GAMMA, backend=backend).loss
+            else:
+                loss = rise_kernels.linear_policy_loss(
+                    *args, advantage, clip_low=CLIP_LOW, clip_high=CLIP_HIGH, backend=backend
+                ).loss
+            loss.backward()
+            return loss.detach(), hidden.grad, weight.grad
+
+        return step
+
+    return build
+
+
+def ours_logprob(backend: str) -> Callable[[Problem], Step]:
+    """linear_logprob with the loss in torch around it: any loss, at 8 F."""
+
+    def build(problem: Problem) -> Step:
+        import rise_kernels
+
+        def step():
+            hidden, weight = problem.leaves()
+            stats = rise_kernels.linear_logprob(hidden, weight, problem.target, backend=backend)
+            loss = problem.loss_of(stats.logprob)
+            loss.backward()
+            return loss.detach(), hidden.grad, weight.grad
+
+        return step
+
+    return build
+
+
+def liger_grpo(compiled: bool) -> Callable[[Problem], Step]:
+    """liger_kernel.chunked_loss.LigerFusedLinearGRPOLoss with its default chunk of one sequence."""
+
+    def build(problem: Problem) -> Step:
+        try:
+            from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+        except ImportError as error:
+            raise Absent(f"liger-kernel is not installed ({error})") from error
+        if problem.loss != "policy":
+            raise Absent("Liger has no guide loss")
+        loss_fn = LigerFusedLinearGRPOLoss(
+            beta=0.0, compiled=compiled, use_ref_model=False, epsilon_low=CLIP_LOW, epsilon_high=CLIP_HIGH,
+            loss_type="dapo",
+        )  # fmt: skip
+        shape = (problem.sequences, problem.n // problem.sequences)
+        target, mask = problem.target.view(shape), torch.ones(shape, device=problem.hidden.device)
+
+        def step():
+            hidden, weight = problem.leaves()
+            loss, _ = loss_fn(hidden.view(*shape, -1), weight, target, mask, problem.advantage)
+            loss.backward()
+            return loss.detach(), hidden.grad, weight.grad
+
+        return step
+
+    return build
+
+
+def trl_logprob(problem: Problem) -> Step:
+    """trl's ChunkedLogProbFunction with the trainer's own chunk size, the loss in torch around it."""
+    try:
+        from trl.kernels import ChunkedLogProbFunction
+        from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
+    except ImportError as error:
+        raise Absent(f"trl with its chunked log-prob is not installed ({error})") from error
+
+    def step():
+        hidden, weight = problem.leaves()
+        logprob, *_ = ChunkedLogProbFunction.apply(
+            hidden, weight, None, problem.target, 1.0, _CHUNKED_LOGPROB_CHUNK_SIZE, None, 1.0, ()
+        )
+        loss = problem.loss_of(logprob)
+        loss.backward()
+        return loss.detach(), hidden.grad, weight.grad
+
+    return step
+
+
+@dataclass(frozen=True)
+class Provider:
+    """`products` counts multiples of F = N V D in the products of a step."""
+
+    name: str
+    build: Callable[[Problem], Step]
+    products: int
+    devices: tuple[str, ...] = ("cpu", "cuda")
+
+
+FLOOR, EAGER, OURS = "three products", "eager torch", "rise chunked"
+PROVIDERS = (
+    Provider(FLOOR, three_products, 6),
+    Provider(OURS, ours("chunked"), 6),
+    Provider("rise chunked logprob", ours_logprob("chunked"), 8),
+    Provider("rise reference", ours("reference"), 6),
+    Provider(EAGER, eager, 6),
+    Provider("liger grpo", liger_grpo(compiled=False), 8),
+    Provider("liger grpo compiled", liger_grpo(compiled=True), 8),
+    Provider("trl chunked logprob", trl_logprob, 8),
+)
