@@ -86,9 +86,11 @@ def as_tags(value: Any, field: str) -> dict[str, Any]:
     if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
         raise FieldError(field, f'expected an object, a list of "key:value" or text, found {show(value)}')
     tags: dict[str, Any] = {}
-    for key, colon, entry in (entry.strip().partition(":") for entry in entries if entry.strip()):
-        content = entry.strip() if colon else True
-        tags[key] = content if key not in tags else [*_listed(tags[key]), content]
+    for entry in entries:
+        key, colon, text = (part.strip() for part in entry.partition(":"))
+        if key or colon:
+            content = text if colon else True
+            tags[key] = content if key not in tags else [*_listed(tags[key]), content]
     return tags
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..graders.checks import JUDGED, CheckError, find
+from ..rubric import Criterion
 from .example import Example, FieldError
 from .fields import as_list, as_messages, as_object, is_missing
 from .formats import Row, make_criterion, make_example, register
@@ -24,7 +25,7 @@ def parse(row: Row) -> Example:
     return make_example(row, "ifeval", messages, criteria, "instruction_id_list", "instruction_following")
 
 
-def _criterion(k: int, name: Any, given: Any) -> Any:
+def _criterion(k: int, name: Any, given: Any) -> Criterion:
     def place(inner: str) -> str:
         return f"instruction_id_list[{k}]" if inner == "function" else inner.replace("parameters", f"kwargs[{k}]", 1)
 

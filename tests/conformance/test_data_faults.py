@@ -39,6 +39,7 @@ def item(**fields):
         json.dumps(TAGS),
         json.dumps(["level:example", "axis:accuracy"]),
         "level:example, axis:accuracy",
+        [" level : example ", "axis:accuracy", " "],
     ],
 )
 def test_tags_as_object_list_or_text(tags, tmp_path):
@@ -70,7 +71,7 @@ def test_points_as_int_float_or_text(points, weight, tmp_path):
         ("Essential", 1.0),
         ("important", 0.7),
         ("nice_to_have", 0.3),
-        ("Nice to have", 0.3),
+        (" Nice to have ", 0.3),
         ("optional", 0.3),
     ],
 )
@@ -103,7 +104,10 @@ def test_banded_items_keep_their_bands_for_the_judge(tmp_path):
 
 def dimensions(**weights):
     criterions = {
-        "depth": [{"criterion": "a", "explanation": "why", "weight": 0.25}, {"criterion": "b", "weight": "0.75"}]
+        "depth": [
+            {"criterion": "a", "explanation": "why", "weight": 0.25},
+            {"criterion": "b", "explanation": " ", "weight": "0.75"},
+        ]
     }
     return {"prompt": "Explain.", "id": 9, "dimension_weight": weights, "criterions": criterions}
 
@@ -205,6 +209,7 @@ BAD = [
         "prompt[0].role",
         "expected one of system, user, assistant",
     ),
+    (row(item(), prompt=[USER, {"role": "user", "content": " "}]), "prompt[1].content", "expected text, found ' '"),
     (row(item(), prompt=[USER, {"role": "user", "content": None}]), "prompt[1].content", "expected text, found None"),
     (row(item(), prompt=[{"role": "user", "content": [{"type": "text"}]}]), "prompt[0].content", "expected text"),
     (banded(**{"5-6": None}), "checklist[0].5-6", "non-empty text, found None"),

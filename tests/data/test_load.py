@@ -91,7 +91,7 @@ def test_a_hub_data_set_loads_through_datasets(tmp_path, monkeypatch):
 
 def test_uids_come_from_the_row_or_its_content(tmp_path):
     rows = [
-        another(id=7),
+        another(id=7, uid=" "),
         another(extra_info={"healthbench_prompt_id": "abc"}),
         another(),
         another("Why is it light?"),
@@ -194,3 +194,11 @@ def test_a_report_of_bad_rows_only_is_a_report(tmp_path):
 def test_the_hash_is_of_the_bytes(tmp_path):
     path = write(tmp_path / "a.jsonl", ROW)
     assert data_hash(str(path)) == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize(
+    "fields, domain", [({"ability": "A", "data_source": "D"}, "A"), ({"data_source": "D"}, "D"), ({}, "")]
+)
+def test_the_domain_is_what_the_row_says_it_is_about(fields, domain, tmp_path):
+    row = {"prompt": "Why?", "rubrics": [{"criterion": "a", "points": 1}], **fields}
+    assert load_examples(write(tmp_path / "a.jsonl", row))[0].domain == domain
