@@ -22,20 +22,21 @@ def synchronize(device: str) -> None:
 
 def interleaved_times(
     steps: Mapping[str, Callable[[], Any]], *, rounds: int, warmup: int, device: str
-) -> dict[str, list[float]]:
-    """Wall seconds of every step in every round. All steps run in each round, in an order that rotates, so that a
-    disturbance of the machine meets all of them alike."""
+) -> dict[str, list[tuple[float, float]]]:
+    """(wall, CPU) seconds of every step in every round. All steps run in each round, in an order that rotates, so that
+    a disturbance of the machine meets all of them alike; CPU seconds (over all threads) tell how much it was disturbed.
+    """
     names = list(steps)
-    times: dict[str, list[float]] = {name: [] for name in names}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for number in range(warmup + rounds):
         for name in names[number % len(names) :] + names[: number % len(names)]:
             gc.collect()
             synchronize(device)
-            start = time.perf_counter()
+            start, cpu_start = time.perf_counter(), time.process_time()
             steps[name]()
             synchronize(device)
             if number >= warmup:
-                times[name].append(time.perf_counter() - start)
+                times[name].append((time.perf_counter() - start, time.process_time() - cpu_start))
     return times
 
 
