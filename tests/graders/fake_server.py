@@ -1,7 +1,7 @@
 """A small OpenAI-compatible judge on 127.0.0.1 that knows the right verdicts and can be told to misbehave.
 
 The right verdict on a criterion is a function of its text (`truth`), so that a test can check every answer. A fault is
-a `Reply`, chosen per request. Runs in a thread (`with FakeJudge() as server`), or alone: `python fake_server.py PORT`.
+a `Reply`, chosen per request. In a thread (`with FakeJudge() as server`), or alone: `fake_server.py PORT LATENCY`.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def honest(request: Request) -> Reply:
 class FakeJudge:
     """`requests`: every request body, in order. `answered`: how many got a 200."""
 
-    def __init__(self, answer: Callable[[Request], Reply] = honest, port: int = 0) -> None:
-        self.answer = answer
+    def __init__(self, answer: Callable[[Request], Reply] = honest, port: int = 0, keep: bool = True) -> None:
+        self.answer, self.keep = answer, keep
         self.requests: list[Request] = []
         self.arrivals: list[float] = []
         self.headers: list[str] = []
@@ -135,9 +135,10 @@ class FakeJudge:
             while head := await reader.readuntil(b"\r\n\r\n"):
                 length = int(re.search(rb"(?i)content-length: *(\d+)", head)[1])  # type: ignore[index]
                 request = json.loads(await reader.readexactly(length))
-                self.headers.append(head.decode())
-                self.requests.append(request)
-                self.arrivals.append(time.monotonic())
+                if self.keep:
+                    self.headers.append(head.decode())
+                    self.requests.append(request)
+                    self.arrivals.append(time.monotonic())
                 self.in_flight += 1
                 self.most_in_flight = max(self.most_in_flight, self.in_flight)
                 try:
@@ -191,7 +192,16 @@ def _body(request: Request, reply: Reply) -> dict[str, Any]:
     }
 
 
+def with_latency(seconds: float) -> Callable[[Request], Reply]:
+    def answer(request: Request) -> Reply:
+        reply = honest(request)
+        reply.delay = seconds
+        return reply
+
+    return answer
+
+
 if __name__ == "__main__":
-    with FakeJudge(port=int(sys.argv[1])) as alone:
+    with FakeJudge(with_latency(float(sys.argv[2])), port=int(sys.argv[1]), keep=False) as alone:
         print(alone.url, flush=True)
         threading.Event().wait()
