@@ -256,12 +256,13 @@ def heat_map_figure(heat: HeatMap) -> Figure:
     topics = heat.topics()
     sides = _split(topics) if len(heat.rows) > 24 and len(topics) > 1 else [topics]
     height = max(sum(len(rows) + 1.2 for _, rows in side) for side in sides)
-    figure = Figure(figsize=(6.4 * len(sides), 0.24 * height + 1.1), layout="constrained")
+    inches = 0.24 * height + 1.1
+    figure = Figure(figsize=(6.4 * len(sides), inches), layout="constrained")
     grid = figure.subplots(1, len(sides), squeeze=False)[0]
     for axes, side in zip(grid, sides):
         _draw_side(axes, heat, side, height)
     bar = ScalarMappable(Normalize(0, 1), HEAT)
-    colorbar = figure.colorbar(bar, ax=list(grid), location="bottom", fraction=0.025, aspect=50, pad=0.02)
+    colorbar = figure.colorbar(bar, ax=list(grid), location="bottom", fraction=0.12 / inches, aspect=50, pad=0.02)
     colorbar.ax.xaxis.set_major_formatter(lambda v, _: f"{v:.0%}")
     colorbar.set_label("held-out answers that miss the criterion", fontsize=9)
     colorbar.ax.tick_params(labelsize=8.5)

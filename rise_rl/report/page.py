@@ -36,7 +36,7 @@ def write_report(run: str | Path) -> Path:
         time_panel=Markup(figures["time"]) if figures["time"] else None,
         times=data.time_rows(),
         trouble=data.trouble_rows(),
-        heat=heat_table(heat.most_missed(HTML_ROWS)) if heat else None,
+        heat=heat_table(heat) if heat else None,
         samples=[sample_step(data, step) for step in _first_and_last(data.folder.rollout_steps())],
         config=flat(data.config),
         manifest=flat(data.manifest),
@@ -60,8 +60,11 @@ def write_figures(run: str | Path, folder: str | Path) -> list[Path]:
     return [folder / name for name in figures]
 
 
-def heat_table(heat: HeatMap) -> dict[str, Any]:
-    """What the template needs, with colours and texts worked out."""
+def heat_table(whole: HeatMap) -> dict[str, Any]:
+    """What the template needs, with colours and texts worked out. A topic's shares are over all its criteria, those
+    that are left out included.
+    """
+    heat, all_rows = whole.most_missed(HTML_ROWS), dict(whole.topics())
     sizes = {row.samples.get(step, 0) for row in heat.rows for step in heat.steps}
     topics = []
     for topic, rows in heat.topics():
@@ -77,7 +80,7 @@ def heat_table(heat: HeatMap) -> dict[str, Any]:
                 title = f"step {step}: {count} of {row.samples[step]} answers miss it"
                 cells.append({"text": count, "colours": heat_colour(share), "title": title})
             lines.append({"row": row, "cells": cells, "prompts": len(row.prompts)})
-        shares = [heat.topic_share(rows, step) for step in heat.steps]
+        shares = [heat.topic_share(all_rows[topic], step) for step in heat.steps]
         topics.append({"name": topic, "lines": lines, "shares": ["" if s is None else f"{s:.0%}" for s in shares]})
     return {
         "steps": heat.steps,
