@@ -37,9 +37,8 @@ class _Workspace:
         self.block = threads * max(1, (CPU_BLOCK if cpu else GPU_BLOCK) // (4 * v))
         self.block = max(1, min(self.block, budget // (8 * 4 * v)))
         budget -= 4 * v * self.block
-        self.low = head.hidden.dtype != torch.float32
         # CUDA multiplies 16-bit inputs into float32; elsewhere they are cast to float32, slab by slab.
-        self.native = self.low and head.hidden.is_cuda
+        self.native = head.hidden.dtype != torch.float32 and _multiplies_into_float32(head.hidden.device)
         self.compute = head.hidden.dtype if self.native else torch.float32
         # A weight in hidden's own type is used as it stands if that is also the products' type.
         self.recast = not (head.weight.dtype == head.hidden.dtype == self.compute and _blas_ready(head.weight))
@@ -271,6 +270,10 @@ def _mm(a: Tensor, b: Tensor, out: Tensor, native: bool, *, accumulate: bool = F
         torch.addmm(out, a, b, out=out, **dtype)
     else:
         torch.mm(a, b, out=out, **dtype)
+
+
+def _multiplies_into_float32(device: torch.device) -> bool:
+    return device.type == "cuda"
 
 
 def _blas_ready(x: Tensor) -> bool:
