@@ -17,7 +17,7 @@ def iter_examples(source: str | PathLike[str]) -> Iterator[Example | DataError]:
     """Every row in order, bad ones as the error that describes them. Raises DataError if the source cannot be read.
 
     uid: the row's own id (`uid`, `id`, `prompt_id`, `key`; also in `extra_info`), else a hash of its content. A row
-    that repeats an earlier uid gets "#2", "#3", ...: it is another prompt of the run, with a group of its own.
+    that repeats an earlier uid gets "#2", "#3", ... and meta["copy_of"]: a prompt of its own, with a group of its own.
     """
     source = fspath(source)
     seen: set[str] = set()
@@ -36,7 +36,7 @@ def iter_examples(source: str | PathLike[str]) -> Iterator[Example | DataError]:
             copies += 1
             uid = f"{example.uid}#{copies}"
         seen.add(uid)
-        yield replace(example, uid=uid)
+        yield example if copies == 1 else replace(example, uid=uid, meta={**example.meta, "copy_of": example.uid})
 
 
 def load_examples(source: str | PathLike[str]) -> list[Example]:

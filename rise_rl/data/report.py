@@ -103,7 +103,7 @@ def data_report(
 def _add(report: DataReport, example: Example, count_tokens: CountTokens | None) -> None:
     report.formats[example.meta["format"]] += 1
     report.domains[example.domain or "(none)"] += 1
-    report.repeated += "#" in example.uid and example.uid.rpartition("#")[2].isdigit()
+    report.repeated += "copy_of" in example.meta
     report.not_ending_with_user += example.messages[-1]["role"] != "user"
     for criterion in example.rubric.criteria:
         report.weights.append(criterion.weight)

@@ -117,6 +117,7 @@ def test_repeated_ids_are_prompts_of_their_own_and_counted(tmp_path):
     path = write(tmp_path / "a.jsonl", *[another(id="a")] * 3, another(id="a#2"), another(id="b"))
     assert [e.uid for e in load_examples(path)] == ["a", "a#2", "a#3", "a#2#2", "b"]
     assert data_report(path).repeated == 3
+    assert data_report(write(tmp_path / "b.jsonl", another(id="a#2"))).repeated == 0
 
 
 def test_an_error_names_file_row_and_field(tmp_path):
@@ -157,9 +158,17 @@ def test_a_source_that_is_neither_file_nor_hub_id_is_an_error():
         load_examples("some words")
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + json.dumps(ROW).encode())
-    assert len(load_examples(tmp_path / "a.jsonl")) == 1
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv"])
+def test_a_byte_order_mark_is_no_part_of_the_first_row(name, tmp_path):
+    WRITERS[name](tmp_path / name, [ROW])
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + (tmp_path / name).read_bytes())
+    assert len(load_examples(tmp_path / name)) == 1
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_rows_count_from_one_in_every_kind_of_file(name, tmp_path):
+    WRITERS[name](tmp_path / name, [another(), another(" ")])
+    assert [(e.row, e.field) for e in data_report(tmp_path / name).bad] == [(2, "prompt")]
 
 
 def test_the_report_counts_what_is_there_and_lists_every_bad_row(tmp_path):
