@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from rise_engine.seeds import derive_seed
 
+from .config import ConfigError
 from .data import Example
 
 
@@ -24,7 +25,7 @@ class PromptOrder:
 
     def __post_init__(self) -> None:
         if len(self.examples) < self.batch_size:
-            raise ValueError(
+            raise ConfigError(
                 f"grpo.prompts_per_step: {self.batch_size} prompts a step, but the training data has only "
                 f"{len(self.examples)}"
             )

@@ -8,12 +8,16 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
+
+from .progress import Progress, number
 
 app = typer.Typer(
     help="Train language models against rubrics with RISE-RL.",
@@ -21,7 +25,10 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+data = typer.Typer(help="Look at data files.", no_args_is_help=True)
+app.add_typer(data, name="data")
 console = Console()
+say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
 
 ConfigPath = Annotated[Path, typer.Argument(help="A YAML file, e.g. recipes/quickstart.yaml.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value pairs, e.g. guidance.enabled=false.")]
@@ -39,7 +46,8 @@ def errors_for_people() -> Iterator[None]:
     try:
         yield
     except (RiseError, EngineError, OSError) as error:
-        Console(stderr=True).print(f"[bold red]error:[/bold red] {error}", highlight=False, markup=True)
+        message = f"[bold red]error:[/bold red] {escape(str(error))}"
+        Console(stderr=True).print(message, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from error
 
 
@@ -59,8 +67,8 @@ def train(
             from rise_engine.deepspeed_config import deepspeed_config
 
             built = deepspeed_config(loaded.engine, world_size=int(os.environ.get("WORLD_SIZE", "1")))
-            console.print(dump_config(loaded), markup=False, highlight=False)
-            console.print("# DeepSpeed\n" + json.dumps(built, indent=2), markup=False, highlight=False)
+            say(dump_config(loaded))
+            say("# DeepSpeed\n" + json.dumps(built, indent=2))
             return
         from .launch import Interrupted, run_training
 
@@ -68,11 +76,11 @@ def train(
             folder = run_training(loaded, resume=resume, console=console)
         except (Interrupted, KeyboardInterrupt) as stop:
             command = shlex.join(["rise-rl", "train", str(config), *(overrides or []), "--resume"])
-            console.print(f"stopped; go on with:  {command}", highlight=False)
+            say(f"stopped; go on with:  {command}")
             raise typer.Exit(130) from stop
         from .report import write_report
 
-        console.print(f"report: {write_report(folder)}", highlight=False)
+        say(f"report: {write_report(folder)}")
 
 
 @app.command()
@@ -81,7 +89,7 @@ def report(run: RunPath) -> None:
     with errors_for_people():
         from .report import write_report
 
-        console.print(f"report: {write_report(run)}", highlight=False)
+        say(f"report: {write_report(run)}")
 
 
 @app.command()
@@ -90,7 +98,7 @@ def fetch(name: Annotated[str, typer.Argument(help="smollm2-135m")]) -> None:
     with errors_for_people():
         from .fetch import fetch as fetch_model
 
-        console.print(f"model: {fetch_model(name)}", highlight=False)
+        fetch_model(name, progress=say)
 
 
 @app.command()
@@ -104,9 +112,9 @@ def plateau(run: RunPath) -> None:
         gaps = [line["gap/raw"] for line in RunFolder(run).metrics()]
         step = rule.switch_step(gaps)
         if step is None:
-            console.print(f"no plateau in {len(gaps)} steps: the gap is still moving, or the run is too short")
+            say(f"no plateau in {len(gaps)} steps: the gap is still moving, or the run is too short")
         else:
-            console.print(f"s_switch: {step}  (guidance.remove_at={step})", highlight=False)
+            say(f"s_switch: {step}  (guidance.remove_at={step})")
 
 
 @app.command()
@@ -126,7 +134,7 @@ def sample(
         for answer in sample_answers(
             model, text, n=n, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed
         ):
-            console.print(answer, markup=False, highlight=False)
+            say(answer)
             console.rule()
 
 
@@ -167,7 +175,71 @@ def export(
     with errors_for_people():
         from .inference import export_run
 
-        console.print(f"model: {export_run(run, folder, best=best)}", highlight=False)
+        say(f"model: {export_run(run, folder, best=best)}")
+
+
+JudgePath = Annotated[Path | None, typer.Option(help="YAML with the keys of the `judge` section (docs/config.md).")]
+
+
+@data.command(name="check")
+def check_data(
+    source: Annotated[str, typer.Argument(help="A data file or hub id.")],
+    model: Annotated[str | None, typer.Option(help="Count prompt tokens with this model's chat template.")] = None,
+    max_prompt_tokens: Annotated[int | None, typer.Option(help="Report prompts longer than this.")] = None,
+) -> None:
+    """Say what is in a data file, and what is wrong with it; exit code 1 if any row is bad."""
+    with errors_for_people():
+        from .data import data_report
+        from .inference import token_counter
+
+        report = data_report(source, token_counter(model) if model else None, max_prompt_tokens)
+        say(report.text())
+    if report.bad:
+        raise typer.Exit(1)
+
+
+@app.command()
+def grade(
+    responses: Annotated[Path, typer.Argument(help="JSON lines with `uid` and `response`.")],
+    rubrics: Annotated[str, typer.Option(help="Data file whose rubrics the uids name.")],
+    output: Annotated[Path, typer.Option(help="The same rows with verdicts and rewards.")],
+    judge: JudgePath = None,
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="key=value of the judge.")] = None,
+) -> None:
+    """Grade a file of responses; a stopped run goes on where it was."""
+    with errors_for_people():
+        from .config import load_judge
+        from .data import load_examples
+        from .graders.grade_file import grade_file
+        from .launch import grader_for
+
+        examples = load_examples(rubrics)
+        grader = grader_for(examples, judge=load_judge(judge, overrides or []) if judge or overrides else None)
+        with Progress(0, console=console) as progress, progress.counting("grade", 1) as advance:
+            summary = grade_file(responses, examples, output, grader, progress=advance)
+        say(
+            f"{summary.output}: {summary.rows} rows, {summary.ungraded} ungraded ({summary.unknown_verdicts} unknown "
+            f"verdicts), mean reward {number(summary.reward, '.4f')}, unclipped {number(summary.score, '.4f')}",
+        )
+
+
+@app.command(name="judge-check")
+def judge_check(
+    labelled: Annotated[Path, typer.Argument(help="JSON lines with response, criterion and label.")],
+    judge: JudgePath = None,
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="key=value of the judge.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Times every row is judged.")] = 3,
+) -> None:
+    """Compare a judge with people's labels: agreement, unknown rate, stability."""
+    with errors_for_people():
+        from .config import load_judge
+        from .graders.judge_check import as_lines
+        from .graders.judge_check import judge_check as check
+        from .graders.llm import LlmGrader
+
+        with LlmGrader(load_judge(judge, overrides or [])) as grader:
+            lines = as_lines(check(labelled, grader, repeats=repeats))
+        say("\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -26,6 +26,9 @@ from .weights import Aggregation
 
 class ConfigError(RiseError, ValueError):
     """The configuration cannot be used; the message names the file, the key, what was found and what was expected."""
+
+
+Model = TypeVar("Model", bound=BaseModel)
 
 
 class Section(BaseModel):
@@ -155,18 +158,29 @@ class Config(Section):
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Reads a YAML file, applies `key.subkey=value` overrides and validates. Raises ConfigError."""
-    path = Path(path)
-    if not path.is_file():
+    return _load(Config, Path(path), overrides)
+
+
+def load_judge(path: str | Path | None, overrides: Sequence[str] = ()) -> JudgeConfig:
+    """The judge alone, from a YAML file with the keys of the `judge` section, overrides, or both."""
+    return _load(JudgeConfig, None if path is None else Path(path), overrides)
+
+
+def _load(model: type[Model], path: Path | None, overrides: Sequence[str]) -> Model:
+    if path is not None and not path.is_file():
         raise ConfigError(f"{path}: no such configuration file")
     try:
-        merged = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(_as_dotlist(overrides)))
-        raw = OmegaConf.to_container(merged, resolve=True)
+        given = OmegaConf.load(path) if path else OmegaConf.create()
+        raw = OmegaConf.to_container(
+            OmegaConf.merge(given, OmegaConf.from_dotlist(_as_dotlist(overrides))), resolve=True
+        )
     except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not a readable configuration: {error}") from error
     try:
-        return Config.model_validate(raw)
+        return model.model_validate(raw)
     except ValidationError as error:
-        raise ConfigError(f"{path}:\n" + "\n".join(_explain(e) for e in error.errors())) from error
+        mistakes = [_explain(model, e) for e in error.errors()]
+        raise ConfigError("\n".join([f"{path or 'overrides'}:", *mistakes])) from error
 
 
 def dump_config(config: Config) -> str:
@@ -181,13 +195,13 @@ def _as_dotlist(overrides: Sequence[str]) -> list[str]:
     return list(overrides)
 
 
-def _explain(error: Any) -> str:
+def _explain(model: type[BaseModel], error: Any) -> str:
     location = [part for part in error["loc"] if not (isinstance(part, str) and part.startswith("constrained"))]
     key = ".".join(str(part) for part in location) or "configuration"
     if error["type"] != "extra_forbidden":
         found = "" if error["type"] == "missing" else f" (found {error['input']!r})"
         return f"  {key}: {error['msg'].removeprefix('Value error, ')}{found if len(found) < 200 else ''}"
-    siblings = _fields_at(Config, location[:-1])
+    siblings = _fields_at(model, location[:-1])
     close = difflib.get_close_matches(str(location[-1]), siblings, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}?" if close else f"valid keys here: {', '.join(sorted(siblings))}"
     return f"  {key}: unknown key; {hint}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from rich.console import Console
 from rise_engine.checkpoint import CheckpointStore
 from rise_engine.files import new_folder
 from rise_engine.frozen import FrozenPolicy
+from rise_engine.loading import load_tokenizer
 from rise_engine.policy import PolicyEngine
 from rise_engine.prompts import render_prompt
 from rise_engine.rollout.base import RolloutRequest, Sampling
@@ -20,10 +22,17 @@ from rise_engine.seeds import derive_seed
 from .config import Config, ConfigError, load_config
 from .data import load_examples
 from .fetch import resolve_model
-from .launch import blaming, fitting, make_grader
+from .graders.base import Message
+from .launch import blaming, fitting, grader_for
 from .progress import Progress
 from .run_folder import RunFolder, RunFolderError
 from .trainer import evaluate
+
+
+def token_counter(model: str) -> Callable[[Sequence[Message]], int]:
+    """Counts the tokens of a conversation as the model's chat template renders it."""
+    tokenizer = load_tokenizer(resolve_model(model))
+    return lambda messages: len(render_prompt(tokenizer, messages))
 
 
 def sample_answers(model: str, prompt: str, *, n: int, max_new_tokens: int, temperature: float, seed: int) -> list[str]:
@@ -45,7 +54,7 @@ def evaluate_model(config: Config, console: Console) -> dict[str, Any]:
     if not config.data.heldout:
         raise ConfigError("data.heldout: expected a file of prompts to evaluate on, found null")
     examples = load_examples(config.data.heldout)
-    grader = make_grader(config, examples)
+    grader = grader_for(examples, judge=config.judge, plugin=config.grader)
     policy = FrozenPolicy(resolve_model(config.model), dtype=config.engine.torch_dtype)
     examples = fitting(examples, policy.tokenizer, config.data, console, config.data.heldout)
     rollouts = TransformersRollout(policy, max_rows=config.rollout.max_rows)

@@ -15,11 +15,13 @@ from rise_engine.prompts import render_prompt
 from rise_engine.rollout.transformers import TransformersRollout
 from rise_kernels.token_losses import LossSpec
 
+from .batches import PromptOrder
 from .config import Config, ConfigError, DataConfig
 from .data import DataError, Example, load_examples
 from .errors import RiseError
 from .fetch import resolve_model
 from .graders.base import Grader
+from .graders.judge_config import JudgeConfig
 from .graders.plugin import load_grader
 from .graders.routing import RoutingGrader
 from .graders.rule import RuleGrader
@@ -43,17 +45,19 @@ def blaming(key: str) -> Iterator[None]:
         raise ConfigError(f"{key}: {error}") from error
 
 
-def make_grader(config: Config, examples: Sequence[Example]) -> Grader:
-    """The grader the data needs; fails before anything is loaded if a criterion has nobody to judge it."""
-    if config.grader:
+def grader_for(examples: Sequence[Example], *, judge: JudgeConfig | None, plugin: str | None = None) -> Grader:
+    """The grader the data needs: one's own, or rules and judge by each criterion's tag. ConfigError, before anything
+    heavy is loaded, if a criterion has nobody to judge it.
+    """
+    if plugin:
         with blaming("grader"):
-            return load_grader(config.grader)
-    judge: Grader | None = None
-    if config.judge is not None:
+            return load_grader(plugin)
+    llm: Grader | None = None
+    if judge is not None:
         from .graders.llm import LlmGrader
 
-        judge = LlmGrader(config.judge)
-    grader = RoutingGrader(rule=RuleGrader(), llm=judge)
+        llm = LlmGrader(judge)
+    grader = RoutingGrader(rule=RuleGrader(), llm=llm)
     with blaming("judge"):
         grader.require(examples)
     return grader
@@ -86,7 +90,7 @@ def run_training(config: Config, *, resume: bool = False, console: Console | Non
     console = console or Console()
     train = load_examples(config.data.train)
     heldout = load_examples(config.data.heldout) if config.data.heldout else []
-    grader = make_grader(config, [*train, *heldout])
+    grader = grader_for([*train, *heldout], judge=config.judge, plugin=config.grader)
     model = resolve_model(config.model)
 
     folder = Path(config.output) / config.name
@@ -99,9 +103,10 @@ def run_training(config: Config, *, resume: bool = False, console: Console | Non
             f"data.max_prompt_tokens + guidance.budget_tokens + rollout.max_new_tokens = {needed}, but {config.model} "
             f"has a context of {policy.context_length} tokens"
         )
-    train = fitting(train, policy.tokenizer, config.data, console, config.data.train)
+    fit = fitting(train, policy.tokenizer, config.data, console, config.data.train)
     heldout = fitting(heldout, policy.tokenizer, config.data, console, str(config.data.heldout)) if heldout else []
 
+    order = PromptOrder(fit, config.grpo.prompts_per_step, config.seed, config.data.shuffle)
     if not resume:
         run.begin()
     checkpoints = CheckpointStore(run.checkpoints, keep=config.checkpoint.keep)
@@ -116,7 +121,7 @@ def run_training(config: Config, *, resume: bool = False, console: Console | Non
             policy=policy,
             rollouts=rollouts,
             grader=grader,
-            train=train,
+            order=order,
             heldout=heldout,
             run=run,
             checkpoints=checkpoints,

@@ -44,11 +44,15 @@ class Progress:
         self.bars.stop()
 
     @contextmanager
-    def counting(self, phase: str, total: int) -> Iterator[Callable[[int], None]]:
-        """Yields a function that takes how many of `total` are finished."""
+    def counting(self, phase: str, total: int) -> Iterator[Callable[..., None]]:
+        """Yields a function that takes how many are finished, and of how many if that has become known."""
         task = self.bars.add_task(PHASES.get(phase, phase), total=total)
+
+        def advance(finished: int, of: int | None = None) -> None:
+            self.bars.update(task, completed=finished, total=of)
+
         try:
-            yield lambda finished: self.bars.update(task, completed=finished)
+            yield advance
         finally:
             self.bars.remove_task(task)
 

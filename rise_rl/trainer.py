@@ -42,7 +42,7 @@ Prompt = tuple[int, ...]
 class Trainer:
     """Owns a run from its first step to its last. `train()` returns when it is finished or asked to stop.
 
-    train, heldout: examples whose prompts are known to fit. history: the metric lines of the steps already done.
+    order, heldout: prompts that are known to fit. run: opened for writing, its log ending where the policy stands.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Trainer:
         policy: PolicyEngine,
         rollouts: RolloutEngine,
         grader: Grader,
-        train: Sequence[Example],
+        order: PromptOrder,
         heldout: Sequence[Example],
         run: RunFolder,
         checkpoints: CheckpointStore,
@@ -60,9 +60,9 @@ class Trainer:
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self.config, self.policy, self.rollouts, self.grader = config, policy, rollouts, grader
+        self.order = order
         self.heldout = list(heldout)[: config.evaluation.prompts]
         self.run, self.checkpoints, self.progress, self.should_stop = run, checkpoints, progress, should_stop
-        self.order = PromptOrder(train, config.grpo.prompts_per_step, config.seed, config.data.shuffle)
         self.sampling = Sampling(max_new_tokens=config.rollout.max_new_tokens, temperature=config.rollout.temperature)
         guidance = config.guidance
         self.schedule = GuidanceSchedule(guidance.enabled, guidance.remove_at, guidance.plateau)
