@@ -9,7 +9,7 @@ EXTRAS := $(if $(shell command -v nvidia-smi 2>/dev/null),gpu,cpu)
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup test test-fast test-all lint train clean
+.PHONY: setup test test-fast lint train clean
 
 setup: $(VENV)/.installed
 
@@ -32,6 +32,10 @@ test-fast: setup
 test: lint
 	$(BIN)/python -m pytest
 	$(BIN)/python -m pytest -m slow
+
+train: setup
+	$(BIN)/rise-rl fetch smollm2-135m
+	$(BIN)/rise-rl train recipes/quickstart.yaml
 
 clean:
 	rm -rf $(VENV) build *.egg-info
