@@ -227,10 +227,11 @@ def test_a_retry_after_beyond_the_deadline_is_given_up_at_once():
         assert len(server.requests) == 1
 
 
-def test_the_deadline_bounds_a_row_whatever_the_retries():
+@pytest.mark.parametrize("timeout_s", [0.3, 60.0])
+def test_the_deadline_bounds_a_row_whatever_the_retries_and_time_outs(timeout_s):
     with (
         FakeJudge(lambda _: Reply("", delay=60.0)) as server,
-        grader_for(server, deadline_s=0.8, timeout_s=0.3, max_retries=1000, breaker_failures=99) as grader,
+        grader_for(server, deadline_s=0.8, timeout_s=timeout_s, max_retries=1000, breaker_failures=99) as grader,
     ):
         start = time.monotonic()
         assert grader.grade([ITEM]) == [[None] * 6]

@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
@@ -134,6 +135,11 @@ def test_options_that_cannot_be_meant_are_refused(options, message):
         JudgeConfig(**options)
 
 
+def test_every_option_is_documented():
+    page = (Path(__file__).parents[2] / "docs" / "grading.md").read_text()
+    assert [name for name in JudgeConfig.model_fields if f"`{name}`" not in page] == []
+
+
 def test_a_missing_key_is_an_error_before_anything_is_asked(monkeypatch):
     monkeypatch.delenv("TEST_JUDGE_KEY", raising=False)
     with pytest.raises(GraderError, match="TEST_JUDGE_KEY is not set"):
@@ -203,6 +209,27 @@ def test_a_closed_grader_opens_again():
         grader.close()
         assert grader.grade([item()]) == [right(item())]
         grader.close()
+
+
+def test_a_process_may_end_without_closing_its_grader():
+    program = textwrap.dedent(
+        """
+        import sys
+        from rise_rl.graders.llm import JudgeConfig, LlmGrader
+        from tests.graders.test_llm import item, right
+        grader = LlmGrader(JudgeConfig(base_urls=(sys.argv[1],)))
+        assert grader.grade([item()]) == [right(item())]
+        """
+    )
+    with FakeJudge() as server:
+        ended = subprocess.run(
+            [sys.executable, "-c", program, server.url],
+            cwd=Path(__file__).parents[2],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def by_seed(*texts):
