@@ -1,0 +1,243 @@
+"""The three calls of `backend.Backend`: how chunks of rows and slabs of the vocabulary are walked.
+
+stats            per chunk of rows: GEMM 1 without storing, row kernel
+fused_loss       per chunk of rows: GEMM 1 storing exponentials, row kernel with the losses, exponentials -> dlogits
+                 in place, dH, dW: three GEMMs, 6F
+stats_backward   per slab of the vocabulary: GEMM 1 again storing dlogits, dH, dW: with `stats` four GEMMs, 8F
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from operator import itemgetter
+
+import torch
+from torch import Tensor
+
+from ..backend import Grads, LinearHead, Needs, Options, RowStats
+from ..token_losses import LossSpec, TokenLosses, TokenRows
+from .launch import Kernels
+from .plan import chunk_rows, chunks, slab_size
+from .products import Slab, add_hidden_grad, add_weight_grad, padded
+
+
+class _Accumulator:
+    """dH, dW and db of a call. dW and db are float32; dH has hidden's type and is added up in float32 where it must be."""
+
+    def __init__(self, kernels: Kernels, needs: Needs, *, n_grad: int, one_slab: bool):
+        n, device = kernels.head.hidden.shape[0], kernels.device
+        make = torch.empty if n_grad else torch.zeros
+        self.hidden = make(n, kernels.depth, dtype=kernels.dtype, device=device) if needs.hidden else None
+        if self.hidden is not None:
+            self.hidden[n_grad:] = 0
+        self.weight = make(kernels.vocab, kernels.depth, device=device) if needs.weight else None
+        self.bias = torch.zeros(kernels.vocab, device=device) if needs.bias else None
+        self.direct = kernels.dtype == torch.float32 or (one_slab and device.type == "cuda")
+        self.alpha = 1.0 / kernels.grad_scale
+
+    def begin(self, part: slice) -> None:
+        """The chunk of rows that the next `add` calls are about."""
+        self.part = part
+        self.partial: Tensor | None = None
+        if self.hidden is not None:
+            out = self.hidden[part]
+            self.partial = out if self.direct else torch.empty(out.shape, device=out.device)
+
+    def add(self, dlogits: Tensor, hidden: Tensor, slab: Slab) -> None:
+        """dlogits [rows of the chunk, entries of the slab]."""
+        if self.partial is not None:
+            add_hidden_grad(self.partial, dlogits, slab.weight, first=slab.start == 0, alpha=self.alpha)
+        if self.weight is not None:
+            out = self.weight[slab.start : slab.stop]
+            add_weight_grad(out, dlogits, hidden, first=self.part.start == 0, alpha=self.alpha)
+        if self.bias is not None:
+            total = dlogits.sum(0, dtype=torch.float32)
+            self.bias[slab.start : slab.stop].add_(total, alpha=self.alpha)
+
+    def end(self) -> None:
+        if self.hidden is not None and not self.direct:
+            self.hidden[self.part] = self.partial
+
+    def grads(self) -> Grads:
+        return Grads(self.hidden, self.weight, self.bias)
+
+
+class TritonBackend:
+    """See `backend.Backend`."""
+
+    def stats(self, head: LinearHead, *, with_entropy: bool, options: Options) -> RowStats:
+        with _on(head):
+            kernels = Kernels(head)
+            out = _empty_stats(kernels, with_entropy)
+            _statistics(kernels, options.budget, slice(0, head.hidden.shape[0]), out)
+            return out
+
+    def fused_loss(
+        self,
+        head: LinearHead,
+        rows: TokenRows,
+        spec: LossSpec,
+        *,
+        scale: Tensor,
+        n_grad: int,
+        with_entropy: bool,
+        needs: Needs,
+        options: Options,
+    ) -> tuple[RowStats, TokenLosses, Grads]:
+        with _on(head):
+            kernels = Kernels(head)
+            n, device = head.hidden.shape[0], kernels.device
+            rows = rows.map(Tensor.contiguous)
+            stats, losses = _empty_stats(kernels, with_entropy), _empty_losses(rows, n, device)
+            size, slab_bytes = kernels.slab_plan(options.budget // 4)
+            grads = _Accumulator(kernels, needs, n_grad=n_grad, one_slab=size == kernels.vocab)
+            budget = options.budget - slab_bytes - kernels.cast_bytes - (4 * size if needs.bias else 0)
+            per_row = kernels.row_bytes(with_entropy) + padded(kernels.vocab, kernels.storage.itemsize) * (
+                kernels.storage.itemsize
+            )
+            per_row += 0 if grads.direct or not needs.hidden else 4 * kernels.depth
+            step = chunk_rows(n_grad, budget, per_row, depth=kernels.depth, multiprocessors=kernels.programs)
+            parts = chunks(0, n_grad, step)
+            if parts:
+                workspace = kernels.workspace(step, kernels.vocab)
+                tiles = kernels.tile_stats(step, with_entropy)
+                own_grad, other_grad = torch.empty(2, step, device=device).unbind()
+            for part in parts:
+                m = part.stop - part.start
+                hidden, target = kernels.hidden(part), kernels.target[part]
+                for slab in kernels.slabs(size):
+                    kernels.forward(hidden, slab, target, tiles, workspace[:m])
+                chunk = RowStats(*_take(stats, part))
+                kernels.losses(
+                    tiles, chunk, rows.map(itemgetter(part)), spec, scale * kernels.grad_scale,
+                    TokenLosses(*_take(losses, part)), own_grad[:m], other_grad[:m],
+                )  # fmt: skip
+                dlogits = kernels.dlogits(
+                    workspace, tiles, target, chunk.logprob, chunk.logsumexp, own_grad[:m], other_grad[:m]
+                )
+                grads.begin(part)
+                for slab in kernels.slabs(size):
+                    grads.add(dlogits[:, slab.start : slab.stop], hidden, slab)
+                grads.end()
+            rest = slice(n_grad, n)
+            _statistics(kernels, options.budget, rest, stats, rows, spec, losses)
+            return stats, losses, grads.grads()
+
+    def stats_backward(
+        self,
+        head: LinearHead,
+        stats: RowStats,
+        grad_logprob: Tensor,
+        grad_logsumexp: Tensor | None,
+        grad_entropy: Tensor | None,
+        *,
+        needs: Needs,
+        options: Options,
+    ) -> Grads:
+        with _on(head), torch.no_grad():
+            kernels = Kernels(head)
+            n = head.hidden.shape[0]
+            own, other, tilt = _upstream(stats, grad_logprob, grad_logsumexp, grad_entropy, kernels.grad_scale)
+            step, size = _backward_plan(kernels, needs, options.budget)
+            grads = _Accumulator(kernels, needs, n_grad=n, one_slab=size == kernels.vocab)
+            workspace = kernels.workspace(step, size)
+            for part in chunks(0, n, step):
+                hidden, target = kernels.hidden(part), kernels.target[part]
+                entropy, chunk_tilt = (None, None) if tilt is None else (stats.entropy[part], tilt[part])
+                grads.begin(part)
+                for slab in kernels.slabs(size):
+                    dlogits = kernels.backward(
+                        hidden,
+                        slab,
+                        target,
+                        workspace,
+                        stats.logsumexp[part],
+                        entropy,
+                        own[part],
+                        other[part],
+                        chunk_tilt,
+                    )
+                    grads.add(dlogits, hidden, slab)
+                grads.end()
+            return grads.grads()
+
+
+def _on(head: LinearHead) -> AbstractContextManager:
+    """Triton launches on the current device; make it the tensors' own."""
+    return torch.cuda.device_of(head.hidden)
+
+
+def _take(vectors: tuple[Tensor | None, ...], part: slice) -> list:
+    return [None if x is None else x[part] for x in vectors]
+
+
+def _empty_stats(kernels: Kernels, with_entropy: bool) -> RowStats:
+    logprob, logsumexp, *entropy = torch.empty(
+        2 + with_entropy, kernels.head.hidden.shape[0], device=kernels.device
+    ).unbind()
+    return RowStats(logprob, logsumexp, entropy[0] if entropy else None)
+
+
+def _empty_losses(rows: TokenRows, n: int, device: torch.device) -> TokenLosses:
+    loss, dloss, ratio, support, *kl = torch.empty(4 + (rows.ref_logprob is not None), n, device=device).unbind()
+    clipped = torch.empty(n, dtype=torch.bool, device=device)
+    return TokenLosses(loss, dloss, ratio, clipped, support, kl[0] if kl else None)
+
+
+def _statistics(
+    kernels: Kernels, budget: int, rows_of: slice, out: RowStats,
+    rows: TokenRows | None = None, spec: LossSpec | None = None, losses: TokenLosses | None = None,
+) -> None:  # fmt: skip
+    """GEMM 1 without gradients for the rows `rows_of`, and their token losses if asked for."""
+    n = rows_of.stop - rows_of.start
+    if n == 0:
+        return
+    with_entropy = out.entropy is not None
+    size, slab_bytes = kernels.slab_plan(budget // 4)
+    step = chunk_rows(
+        n, budget - slab_bytes, kernels.row_bytes(with_entropy), depth=kernels.depth, multiprocessors=kernels.programs
+    )
+    tiles = kernels.tile_stats(step, with_entropy)
+    unused = torch.empty(2, step, device=kernels.device) if losses is not None else None
+    one = torch.ones((), device=kernels.device) if losses is not None else None
+    for part in chunks(rows_of.start, rows_of.stop, step):
+        hidden, target = kernels.hidden(part), kernels.target[part]
+        for slab in kernels.slabs(size):
+            kernels.forward(hidden, slab, target, tiles, None)
+        chunk = RowStats(*_take(out, part))
+        if losses is None:
+            kernels.statistics(tiles, chunk)
+        else:
+            chunk_losses = TokenLosses(*_take(losses, part))
+            kernels.losses(tiles, chunk, rows.map(itemgetter(part)), spec, one, chunk_losses, *unused)
+
+
+def _upstream(
+    stats: RowStats, grad_logprob: Tensor, grad_logsumexp: Tensor | None, grad_entropy: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """d loss / d z at the target, and for the other entries the factors of p_j and of -p_j (log p_j + H)."""
+    own = -torch.expm1(stats.logprob) * grad_logprob
+    other = -grad_logprob
+    p = stats.logprob.exp()
+    if grad_logsumexp is not None:
+        own += p * grad_logsumexp
+        other = other + grad_logsumexp
+    if grad_entropy is not None:
+        own -= p * grad_entropy * (stats.logprob.clamp(min=-1000.0) + stats.entropy)
+        grad_entropy = (grad_entropy * scale).contiguous()
+    return own.mul_(scale).contiguous(), other.mul_(scale).contiguous(), grad_entropy
+
+
+def _backward_plan(kernels: Kernels, needs: Needs, budget: int) -> tuple[int, int]:
+    """(rows per chunk, vocabulary entries per slab): all rows at once where they fit, so that dW is written once."""
+    itemsize = kernels.storage.itemsize
+    per_row = kernels.row_bytes(False) + 4 * kernels.depth * (needs.hidden and kernels.dtype != torch.float32)
+    per_entry = (0 if kernels.weight_ready else kernels.weight_row_bytes) + 4 * needs.bias
+    budget -= kernels.cast_bytes
+    n = kernels.head.hidden.shape[0]
+    spare = budget // 2 - per_entry * kernels.width
+    rows = chunk_rows(
+        n, spare, per_row + kernels.width * itemsize, depth=kernels.depth, multiprocessors=kernels.programs
+    )
+    left = budget - rows * per_row
+    return rows, slab_size(kernels.vocab, left, rows * itemsize + per_entry, kernels.width)

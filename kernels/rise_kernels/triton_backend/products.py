@@ -1,0 +1,89 @@
+"""Operands and the two gradient products, which cuBLAS does through torch; and the byte counts they need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_CPU_SLAB = 64  # vocabulary entries at a time where 16-bit products are done in float32
+
+
+def padded(columns: int, itemsize: int) -> int:
+    """`columns` rounded up so that rows begin at multiples of 128 bytes."""
+    step = 128 // itemsize
+    return -(-columns // step) * step
+
+
+def is_ready(x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a kernel can read the matrix x as it stands: its type, contiguous rows, 16-byte alignment."""
+    size = x.element_size()
+    return x.dtype == dtype and x.stride(1) == 1 and (x.stride(0) * size) % 16 == 0 and x.data_ptr() % 16 == 0
+
+
+def ready(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x [m, d], or a copy of it that `is_ready`."""
+    if is_ready(x, dtype):
+        return x
+    copy = torch.empty(x.shape[0], padded(x.shape[1], dtype.itemsize), dtype=dtype, device=x.device)[:, : x.shape[1]]
+    return copy.copy_(x)
+
+
+@dataclass(frozen=True)
+class Slab:
+    """Vocabulary entries [start, stop) and their weight, ready for the kernels."""
+
+    start: int
+    stop: int
+    weight: Tensor
+
+    @property
+    def columns(self) -> slice:
+        return slice(self.start, self.stop)
+
+
+def slabs(weight: Tensor, dtype: torch.dtype, size: int) -> Iterator[Slab]:
+    """The weight by `size` vocabulary entries. Copied, a slab at a time, only if the kernels cannot read it: another
+    type (autocast), strides or alignment."""
+    for start in range(0, weight.shape[0], size):
+        stop = min(weight.shape[0], start + size)
+        yield Slab(start, stop, ready(weight[start:stop], dtype))
+
+
+def add_product(out: Tensor, a: Tensor, b: Tensor, *, first: bool, alpha: float) -> None:
+    """out (+)= alpha a @ b, accumulated in float32; = for the first. a and b of one type, out float32 or (CUDA) theirs."""
+    beta = 0 if first else 1
+    if a.is_cuda:
+        mixed = {} if out.dtype == a.dtype else {"out_dtype": out.dtype}
+        torch.addmm(out, a, b, **mixed, beta=beta, alpha=alpha, out=out)
+    else:
+        out.addmm_(a.float(), b.float(), beta=beta, alpha=alpha)
+
+
+def add_hidden_grad(out: Tensor, dlogits: Tensor, weight: Tensor, *, first: bool, alpha: float) -> None:
+    """out [m, D] (+)= alpha dlogits [m, v] @ weight [v, D]."""
+    for part in _parts(dlogits):
+        add_product(out, dlogits[:, part], weight[part], first=first and not part.start, alpha=alpha)
+
+
+def add_weight_grad(out: Tensor, dlogits: Tensor, hidden: Tensor, *, first: bool, alpha: float) -> None:
+    """out [v, D] (+)= alpha dlogits [m, v].T @ hidden [m, D]."""
+    for part in _parts(dlogits):
+        add_product(out[part], dlogits[:, part].T, hidden, first=first, alpha=alpha)
+
+
+def _parts(dlogits: Tensor) -> list[slice]:
+    """The whole, except where 16-bit operands are cast to float32 first: then a bounded piece at a time."""
+    v = dlogits.shape[1]
+    if dlogits.is_cuda or dlogits.dtype == torch.float32:
+        return [slice(0, v)]
+    return [slice(i, min(v, i + _CPU_SLAB)) for i in range(0, v, _CPU_SLAB)]
+
+
+def cast_bytes(depth: int, dtype: torch.dtype, device: torch.device) -> tuple[int, int]:
+    """What the products hold beyond their operands and results: bytes in all, and bytes per row."""
+    if device.type == "cuda" or dtype == torch.float32:
+        return 0, 0
+    return 4 * _CPU_SLAB * depth, 4 * (depth + _CPU_SLAB)
