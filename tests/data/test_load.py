@@ -173,11 +173,13 @@ def test_rows_count_from_one_in_every_kind_of_file(name, tmp_path):
 
 def test_the_report_counts_what_is_there_and_lists_every_bad_row(tmp_path):
     long = another([{"role": "user", "content": "x" * 90}, {"role": "assistant", "content": "y"}], id="long")
-    path = write(tmp_path / "a.jsonl", ROW, {"prompt": 1}, long, another(prompt=None), {"prompt": 2}, ROW)
+    path = write(
+        tmp_path / "a.jsonl", ROW, {"prompt": 1}, long, another(prompt=None), {"prompt": 2}, {"prompt": 2}, ROW
+    )
     report = data_report(
         path, count_tokens=lambda messages: sum(len(m["content"]) for m in messages) // 2, max_prompt_tokens=40
     )
-    assert (report.rows, [error.row for error in report.bad]) == (6, [2, 4, 5])
+    assert (report.rows, [error.row for error in report.bad]) == (7, [2, 4, 5, 6])
     assert report.weights == [5.0, -2.0] * 3
     assert report.negative_share == 0.5
     assert (report.routes, report.checks) == ({"llm": 3, "rule": 3}, {"rise:max_words": 3})
@@ -186,14 +188,14 @@ def test_the_report_counts_what_is_there_and_lists_every_bad_row(tmp_path):
     assert [p.uid for p in report.too_long] == ["long"]
     text = report.text()
     for line in (
-        f"{path}: 6 rows, 3 good, 3 bad",
+        f"{path}: 7 rows, 3 good, 4 bad",
         "criteria: 6 (2.0 a row); weights -2 to 5, median 1.5, 50% negative",
         "longest prompt: 91 characters, 45 tokens (long)",
         "prompts over 40 tokens: 1, such as long (45)",
         "bad row 4: prompt: expected a non-empty list, found None",
     ):
         assert line in text.splitlines()
-    assert "bad rows 2, 5: expected a row of a known format" in text
+    assert "bad rows 2, 5-6: expected a row of a known format" in text
 
 
 def test_a_report_of_bad_rows_only_is_a_report(tmp_path):

@@ -59,8 +59,8 @@ def test_a_check_that_raises_is_unknown_and_counted(own_check, caplog):
 
     own_check("test:broken", broken)
     grader = RuleGrader()
-    assert grader.grade([item("a", rule("test:broken", n=1), rule("punctuation:no_comma"))] * 2) == [[None, 1.0]] * 2
-    assert grader.failures == {"test:broken": 2}
+    assert grader.grade([item("a", rule("test:broken", n=1), rule("punctuation:no_comma"))] * 3) == [[None, 1.0]] * 3
+    assert grader.failures == {"test:broken": 3}
     assert len(caplog.records) == 1
     assert "RuntimeError: boom" in caplog.text
 
