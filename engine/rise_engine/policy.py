@@ -237,7 +237,7 @@ class PolicyEngine:
         state.save(self, Path(folder))
 
     def load(self, folder: str | Path) -> None:
-        """Raises CheckpointError for a checkpoint of something else or a damaged one; the policy is then not to be used."""
+        """Raises CheckpointError for a damaged checkpoint or one of something else; do not use the policy after that."""
         state.load(self, Path(folder))
 
     def export(self, folder: str | Path) -> None:

@@ -149,9 +149,15 @@ def test_a_folder_that_fails_to_be_written_leaves_the_old_one(tmp_path):
     target = tmp_path / "t"
     with new_folder(target) as aside:
         (aside / "a").write_text("old")
-    with pytest.raises(OSError, match="full"), new_folder(target) as aside:
-        (aside / "a").write_text("new")
-        raise OSError("disk full")
+
+
+    def fail() -> None:
+        with new_folder(target) as aside:
+            (aside / "a").write_text("new")
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="full"):
+        fail()
     assert (target / "a").read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["t"]
 
