@@ -129,6 +129,9 @@ def test_probabilities_at_both_ends(backend, gamma):
     expected = assert_matches(case, backend)
     assert expected.logprob.max() > -1e-30
     assert expected.logprob.min() < -190
+    # Near 0 the log-prob has relative accuracy: log(1 + 1e-7) in float32 would be off by a fifth.
+    found = call(case, backend)[0].logprob
+    assert found[1].item() == pytest.approx(expected.logprob[1].item(), rel=1e-4)
     hidden, weight = leaf(case.hidden), leaf(case.weight)
     stats = rise_kernels.linear_logprob(hidden, weight, case.target, with_entropy=True, backend=backend)
     (stats.logprob.sum() + stats.entropy.sum()).backward()

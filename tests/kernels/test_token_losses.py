@@ -77,3 +77,18 @@ def test_a_nan_stays_on_its_row_and_shows():
     out = token_losses(torch.tensor([-1.0, -1.0, -1.0]), rows, LossSpec())
     assert out.loss.isnan().tolist() == [False, True, False]
     assert out.dloss.isfinite().tolist() == [True, False, True]
+
+
+def test_ratios_beyond_exp_20_are_clamped_and_have_no_slope():
+    """A < 0 has no upper clip of its own: value A e^20, slope 0 (as verl); just inside the clamp both still move."""
+    logprob = torch.tensor([-1.0, -1.0])
+    rows = TokenRows(torch.ones(2), torch.zeros(2, dtype=torch.bool), -torch.ones(2), torch.tensor([-31.0, -20.5]))
+    value, slope, ratio, clipped, _ = policy_loss(logprob, rows, LossSpec())
+    torch.testing.assert_close(ratio, torch.tensor([math.exp(20.0), math.exp(19.5)]))
+    torch.testing.assert_close(value, ratio)
+    torch.testing.assert_close(slope, torch.tensor([0.0, math.exp(19.5)]))
+    assert not clipped.any()
+    for estimator, bound in (("k1", 20.0), ("k2", 200.0), ("k3", math.expm1(-20.0) + 20.0)):
+        kl, kl_slope = kl_estimate(torch.tensor([40.0]), torch.tensor([0.0]), estimator)
+        assert kl.item() == pytest.approx(bound)
+        assert kl_slope.item() == 0.0
