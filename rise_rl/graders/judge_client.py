@@ -43,11 +43,22 @@ class CallFailed(Exception):
 
 
 class _TryFailed(Exception):
-    """One try of a call failed. retry_after: seconds the server asked for."""
+    """One try of a call failed. again: another may succeed. retry_after: seconds the server asked for. fatal: no call
+    will ever succeed. tried: False if the time was up before anything was asked."""
 
-    def __init__(self, cause: str, detail: str, *, again: bool, retry_after: float = 0.0, fatal: bool = False) -> None:
+    def __init__(
+        self,
+        cause: str,
+        detail: str,
+        *,
+        again: bool,
+        retry_after: float = 0.0,
+        fatal: bool = False,
+        tried: bool = True,
+    ) -> None:
         super().__init__(detail)
-        self.cause, self.again, self.retry_after, self.fatal = cause, again, retry_after, fatal
+        self.cause, self.again, self.retry_after = cause, again, retry_after
+        self.fatal, self.tried = fatal, tried
 
 
 @dataclass
@@ -87,34 +98,28 @@ class JudgeClient:
         self, messages: Sequence[dict[str, str]], schema: dict[str, Any], deadline: float, vote: int = 0
     ) -> Answer:
         """deadline: on the event loop's clock. Raises CallFailed, or JudgeUnavailable to stop the run."""
-        failure = _TryFailed("deadline", "no time was left for a first try", again=True)
+        failure: _TryFailed | None = None
         for attempt in range(self.config.max_retries + 1):
             if attempt:
                 delay = self._jitter(attempt)
                 if self._clock() + delay >= deadline:
                     break
                 await asyncio.sleep(delay)
-                self.stats.retries += 1
             async with self._slots:
                 server = self._pick()
-                pause = server.paused_until - self._clock()
-                if pause > 0:
-                    pause += random.uniform(0.0, self.config.backoff_s)  # or all who wait would come at once
-                    if self._clock() + pause >= deadline:
-                        break
-                    await asyncio.sleep(pause)
-                if self._clock() >= deadline:
-                    break
                 try:
+                    await self._wait_for(server, deadline)
+                    self.stats.retries += attempt > 0
                     answer = await self._send(server, messages, schema, deadline, vote)
                 except _TryFailed as error:
-                    failure = error
                     self._note_failure(server, error)
+                    failure = error if error.tried or failure is None else failure
                     if not error.again:
                         break
-                    continue
-                server.failures, server.shunned_until, self._failed_in_a_row = 0, 0.0, 0
-                return answer
+                else:
+                    server.failures, server.shunned_until, self._failed_in_a_row = 0, 0.0, 0
+                    return answer
+        assert failure is not None
         self._give_up(failure)
         raise CallFailed(failure.cause, str(failure))
 
@@ -131,6 +136,17 @@ class JudgeClient:
         if server.failures:  # this call is the probe; the others keep away until it is answered
             server.shunned_until = now + self.config.backoff_max_s
         return server
+
+    async def _wait_for(self, server: _Server, deadline: float) -> None:
+        """Waits until the server may be asked. Raises _TryFailed if that is past the deadline."""
+        pause = server.paused_until - self._clock()
+        if pause > 0:
+            pause += random.uniform(0.0, self.config.backoff_s)  # or all who wait would come at once
+            if self._clock() + pause >= deadline:
+                raise _TryFailed("rate_limited", f"{server.url} asks to wait {pause:.0f} s, too long", again=False)
+            await asyncio.sleep(pause)
+        if self._clock() >= deadline:
+            raise _TryFailed("deadline", "no time was left to ask", again=False, tried=False)
 
     def _jitter(self, attempt: int) -> float:
         return random.uniform(0.0, min(self.config.backoff_max_s, self.config.backoff_s * 2.0 ** min(attempt - 1, 60)))
@@ -173,8 +189,6 @@ class JudgeClient:
             request["response_format"] = schema
         start = self._clock()
         limit = min(self.config.timeout_s, deadline - start)
-        if limit <= 0:
-            raise _TryFailed("deadline", "no time was left", again=False)
         self.stats.calls += 1
         server.calls += 1
         server.in_flight += 1
@@ -217,7 +231,7 @@ class JudgeClient:
         where = f"judge {self.config.model} at {', '.join(self.config.base_urls)}"
         if failure.fatal:
             raise JudgeUnavailable(f"{where}: {failure}")
-        if failure.cause in LIVING_CAUSES:
+        if failure.cause in LIVING_CAUSES or not failure.tried:
             return
         self._failed_in_a_row += 1
         if self._failed_in_a_row >= self.config.breaker_failures:

@@ -225,6 +225,7 @@ def test_a_retry_after_beyond_the_deadline_is_given_up_at_once():
         assert grader.grade([ITEM]) == [[None] * 6]
         assert time.monotonic() - start < 4.0
         assert len(server.requests) == 1
+        assert (grader.stats.unknown, grader.stats.retries) == ({"rate_limited": 6}, 0)
 
 
 @pytest.mark.parametrize("timeout_s", [0.3, 60.0])
@@ -237,6 +238,18 @@ def test_the_deadline_bounds_a_row_whatever_the_retries_and_time_outs(timeout_s)
         assert grader.grade([ITEM]) == [[None] * 6]
         assert 0.7 < time.monotonic() - start < 4.0
         assert len(server.requests) <= 6 * 4
+
+
+def test_a_row_that_runs_out_of_time_behind_a_slow_judge_does_not_stop_the_run():
+    many = GradeItem("q", ITEM.messages, "r", [Criterion(f"c{i}", 1.0) for i in range(30)])
+    with (
+        FakeJudge(lambda r: Reply(honest(r).text, delay=0.2)) as server,
+        grader_for(server, concurrency=1, deadline_s=1.5, breaker_failures=4) as grader,
+    ):
+        [verdicts] = grader.grade([many])
+        assert 0 < sum(v is not None for v in verdicts) < 9
+        assert set(grader.stats.unknown) == {"deadline"}
+        assert len(server.requests) < 10
 
 
 def test_a_dead_judge_stops_the_run_with_a_message():
