@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-BACKENDS = ["reference", "chunked"]
+BACKENDS = ["reference", "chunked", "triton"]
 
 # What a backend may be off by, against float64 with float32 inputs.
 LOGPROB_ATOL = 2e-5

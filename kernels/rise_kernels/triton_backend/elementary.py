@@ -22,7 +22,7 @@ def clamp(x, low, high):
 
 @triton.jit
 def expm1(x):
-    """exp(x) - 1, to float32 rounding near 0: Taylor's series up to |x| = 1/2, where exp(x) - 1 loses one bit at most."""
+    """exp(x) - 1, to float32 rounding near 0: Taylor's series up to |x| = 1/2, beyond which little cancels."""
     series = 1.0 / 3628800
     series = series * x + 1.0 / 362880
     series = series * x + 1.0 / 40320

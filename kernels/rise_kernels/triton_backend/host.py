@@ -8,6 +8,7 @@ stats_backward   per slab of the vocabulary: GEMM 1 again storing dlogits, dH, d
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from operator import itemgetter
 
@@ -16,13 +17,13 @@ from torch import Tensor
 
 from ..backend import Grads, LinearHead, Needs, Options, RowStats
 from ..token_losses import LossSpec, TokenLosses, TokenRows
-from .launch import Kernels
+from .launch import Kernels, TileStats
 from .plan import chunk_rows, chunks, slab_size
 from .products import Slab, add_hidden_grad, add_weight_grad, padded
 
 
 class _Accumulator:
-    """dH, dW and db of a call. dW and db are float32; dH has hidden's type and is added up in float32 where it must be."""
+    """dH, dW and db of a call. dW and db are float32; dH has hidden's type and is added up in float32."""
 
     def __init__(self, kernels: Kernels, needs: Needs, *, n_grad: int, one_slab: bool):
         n, device = kernels.head.hidden.shape[0], kernels.device
@@ -69,7 +70,8 @@ class TritonBackend:
         with _on(head):
             kernels = Kernels(head)
             out = _empty_stats(kernels, with_entropy)
-            _statistics(kernels, options.budget, slice(0, head.hidden.shape[0]), out)
+            for part, tiles in _statistics(kernels, options.budget, 0, head.hidden.shape[0], with_entropy):
+                kernels.statistics(tiles, RowStats(*_take(out, part)))
             return out
 
     def fused_loss(
@@ -119,8 +121,12 @@ class TritonBackend:
                 for slab in kernels.slabs(size):
                     grads.add(dlogits[:, slab.start : slab.stop], hidden, slab)
                 grads.end()
-            rest = slice(n_grad, n)
-            _statistics(kernels, options.budget, rest, stats, rows, spec, losses)
+            for part, tiles in _statistics(kernels, options.budget, n_grad, n, with_entropy):
+                unused = torch.empty(2, part.stop - part.start, device=device)
+                kernels.losses(
+                    tiles, RowStats(*_take(stats, part)), rows.map(itemgetter(part)), spec, scale,
+                    TokenLosses(*_take(losses, part)), *unused,
+                )  # fmt: skip
             return stats, losses, grads.grads()
 
     def stats_backward(
@@ -143,7 +149,7 @@ class TritonBackend:
             workspace = kernels.workspace(step, size)
             for part in chunks(0, n, step):
                 hidden, target = kernels.hidden(part), kernels.target[part]
-                entropy, chunk_tilt = (None, None) if tilt is None else (stats.entropy[part], tilt[part])
+                entropy, chunk_tilt = _take((None if tilt is None else stats.entropy, tilt), part)
                 grads.begin(part)
                 for slab in kernels.slabs(size):
                     dlogits = kernels.backward(
@@ -185,31 +191,22 @@ def _empty_losses(rows: TokenRows, n: int, device: torch.device) -> TokenLosses:
 
 
 def _statistics(
-    kernels: Kernels, budget: int, rows_of: slice, out: RowStats,
-    rows: TokenRows | None = None, spec: LossSpec | None = None, losses: TokenLosses | None = None,
-) -> None:  # fmt: skip
-    """GEMM 1 without gradients for the rows `rows_of`, and their token losses if asked for."""
-    n = rows_of.stop - rows_of.start
-    if n == 0:
+    kernels: Kernels, budget: int, start: int, stop: int, with_entropy: bool
+) -> Iterator[tuple[slice, TileStats]]:
+    """GEMM 1 without gradients for the rows [start, stop), chunk by chunk; the next chunk overwrites the statistics."""
+    if start == stop:
         return
-    with_entropy = out.entropy is not None
     size, slab_bytes = kernels.slab_plan(budget // 4)
     step = chunk_rows(
-        n, budget - slab_bytes, kernels.row_bytes(with_entropy), depth=kernels.depth, multiprocessors=kernels.programs
-    )
+        stop - start, budget - slab_bytes, kernels.row_bytes(with_entropy),
+        depth=kernels.depth, multiprocessors=kernels.programs,
+    )  # fmt: skip
     tiles = kernels.tile_stats(step, with_entropy)
-    unused = torch.empty(2, step, device=kernels.device) if losses is not None else None
-    one = torch.ones((), device=kernels.device) if losses is not None else None
-    for part in chunks(rows_of.start, rows_of.stop, step):
+    for part in chunks(start, stop, step):
         hidden, target = kernels.hidden(part), kernels.target[part]
         for slab in kernels.slabs(size):
             kernels.forward(hidden, slab, target, tiles, None)
-        chunk = RowStats(*_take(out, part))
-        if losses is None:
-            kernels.statistics(tiles, chunk)
-        else:
-            chunk_losses = TokenLosses(*_take(losses, part))
-            kernels.losses(tiles, chunk, rows.map(itemgetter(part)), spec, one, chunk_losses, *unused)
+        yield part, tiles
 
 
 def _upstream(

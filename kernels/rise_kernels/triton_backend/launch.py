@@ -61,7 +61,7 @@ class Kernels:
         return slabs(self.head.weight, self.dtype, size)
 
     def slab_plan(self, budget: int) -> tuple[int, int]:
-        """Vocabulary entries per slab, and the bytes of a slab's copy: all and none where the weight is read in place."""
+        """Vocabulary entries per slab, and the bytes of its copy; (all, 0) where the weight is read in place."""
         if self.weight_ready:
             return self.vocab, 0
         size = slab_size(self.vocab, budget, self.weight_row_bytes, self.width)

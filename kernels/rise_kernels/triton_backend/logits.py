@@ -132,20 +132,22 @@ def _exponentials(z, offset, WITH_ENTROPY: tl.constexpr):
 @triton.jit(do_not_specialize=["n_rows", "n_cols", "first_col"])
 def forward_kernel(
     hidden, weight, bias, target, workspace, tile_offset, tile_sum, tile_slope, target_logit,
-    n_rows, n_cols, first_col, vocab, depth, hidden_stride, weight_stride, workspace_stride, softcap, inverse_temperature,
+    n_rows, n_cols, first_col, vocab, depth, hidden_stride, weight_stride, workspace_stride,
+    softcap, inverse_temperature,
     STORE: tl.constexpr, WITH_ENTROPY: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     STORAGE: tl.constexpr, EXTRA_BITS: tl.constexpr, DESCRIPTORS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """The target's logit, and of all *other* logits the statistics of every (row, tile) in base 2 and (STORE) the
-    exponentials. Without the target, 1 - p comes from no cancellation however close p is to 1, and a dominant target
-    takes no precision from its neighbours.
+    """The target's logit, and of all *other* logits the statistics of every (row, tile) and (STORE) the exponentials.
+
+    Without the target, 1 - p comes from no cancellation however close p is to 1, and a dominant target takes no
+    precision from its neighbours.
 
     hidden, weight, workspace: descriptors of, or pointers to, [n_rows, depth], [n_cols, depth] (the vocabulary from
-    `first_col` on) and [n_rows, n_cols]. With z in base 2 and o the tile's largest z rounded up to an integer, less EXTRA_BITS (-inf for a
-    tile without any): tile_offset = o, tile_sum = sum 2^(z - o), tile_slope = sum 2^(z - o) (z - o), float32
-    [tiles, n_rows]; workspace = 2^(z - o). An integer offset makes an exponential's rounding the same whatever its tile.
-    target_logit float32 [n_rows], natural units.
+    `first_col` on) and [n_rows, n_cols]. With z in base 2, and o the tile's largest z rounded up to an integer less
+    EXTRA_BITS (-inf for a tile without any): tile_offset = o, tile_sum = sum 2^(z - o), tile_slope = sum 2^(z - o)
+    (z - o), float32 [tiles, n_rows]; workspace = 2^(z - o). An integer offset makes an exponential's rounding the same
+    whatever its tile. target_logit float32 [n_rows], natural units.
     """
     HALF: tl.constexpr = BLOCK_N // 2
     tiles_m = tl.cdiv(n_rows, BLOCK_M)
@@ -218,12 +220,14 @@ def _dlogits(z, slope, near, logsumexp, entropy, own, spread, tilt, HAS_TILT: tl
 @triton.jit(do_not_specialize=["n_rows", "n_cols", "first_col"])
 def backward_kernel(
     hidden, weight, bias, target, workspace, logsumexp, entropy, own_grad, other_grad, grad_entropy,
-    n_rows, n_cols, first_col, vocab, depth, hidden_stride, weight_stride, workspace_stride, softcap, inverse_temperature,
+    n_rows, n_cols, first_col, vocab, depth, hidden_stride, weight_stride, workspace_stride,
+    softcap, inverse_temperature,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TILT: tl.constexpr, GRAD_DTYPE: tl.constexpr,
     STORAGE: tl.constexpr, DESCRIPTORS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """workspace [n_rows, n_cols] = d loss / d (h.w + b), from float32 [n_rows]: d loss / d z is own_grad at the target and
+    """workspace [n_rows, n_cols] = d loss / d (h.w + b). With float32 [n_rows] vectors, d loss / d z is own_grad at the
+    target and
 
         p_j (other_grad - grad_entropy (log p_j + entropy))
 

@@ -53,7 +53,7 @@ def slabs(weight: Tensor, dtype: torch.dtype, size: int) -> Iterator[Slab]:
 
 
 def add_product(out: Tensor, a: Tensor, b: Tensor, *, first: bool, alpha: float) -> None:
-    """out (+)= alpha a @ b, accumulated in float32; = for the first. a and b of one type, out float32 or (CUDA) theirs."""
+    """out (+)= alpha a @ b, accumulated in float32; = for the first. out: float32, or on CUDA a's type."""
     beta = 0 if first else 1
     if a.is_cuda:
         mixed = {} if out.dtype == a.dtype else {"out_dtype": out.dtype}

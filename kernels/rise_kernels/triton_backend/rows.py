@@ -1,4 +1,4 @@
-"""The two cheap kernels between the GEMMs: one number crunch per row, and exponentials to d loss / d logits in place."""
+"""The cheap kernels between the GEMMs: each row's numbers, and exponentials to d loss / d logits in place."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def statistics_kernel(
     """Per-tile statistics [n_tiles, n_rows] to log-prob, logsumexp and entropy, float32 [n_rows]."""
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     inside = row < n_rows
-    logprob, logsumexp, entropy, rest = _row_statistics(
+    logprob, logsumexp, entropy, _ = _row_statistics(
         tile_offset, tile_sum, tile_slope, target_logit, row, inside, n_rows, n_tiles,
         WITH_ENTROPY, BLOCK_ROWS, BLOCK_TILES,
     )  # fmt: skip
@@ -130,7 +130,8 @@ def loss_kernel(
 
 @triton.jit(do_not_specialize=["n_rows"])
 def dlogits_kernel(
-    workspace, stride, tile_offset, target, logprob, logsumexp, own_grad, other_grad, n_rows, vocab, temperature, softcap,
+    workspace, stride, tile_offset, target, logprob, logsumexp, own_grad, other_grad,
+    n_rows, vocab, temperature, softcap,
     HAS_SOFTCAP: tl.constexpr, GRAD_DTYPE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """workspace [n_rows, stride], in place: exponentials -> d loss / d (h.w + b).

@@ -38,8 +38,8 @@ def _shape_descriptors(arguments: dict) -> None:
             arguments[name].block_shape = shape
 
 
-# (major compute capability, bytes of an element) -> candidates, best guess first. `python -m rise_kernels.inspect` prints
-# what each compiles to (registers, spills, shared memory); docs/kernels.md says what was rejected.
+# (major compute capability, bytes of an element) -> candidates, best guess first. `python -m rise_kernels.inspect`
+# prints what each compiles to (registers, spills, shared memory); docs/kernels.md says what was rejected.
 TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
     (8, 2): (Tile(128, 128, 64, 8, 3), Tile(128, 128, 32, 8, 4)),
     (9, 2): (Tile(128, 256, 64, 8, 3), Tile(128, 256, 64, 8, 3, group_m=16), Tile(128, 256, 32, 8, 4)),
