@@ -89,12 +89,13 @@ def three_products(problem: Problem) -> Step:
 
 
 def eager(problem: Problem) -> Step:
-    """Full logits in torch, as a plain training loop has them; log-softmax in float32."""
+    """Full logits in torch, as a plain training loop has them; log-softmax in float32, the logits not kept beside it."""
 
     def step():
         hidden, weight = problem.leaves()
-        logits = (hidden @ weight.T).float()
-        logprob = torch.log_softmax(logits, dim=-1).gather(1, problem.target[:, None]).squeeze(1)
+        log_p = torch.log_softmax((hidden @ weight.T).float(), dim=-1)
+        logprob = log_p.gather(1, problem.target[:, None]).squeeze(1)
+        del log_p
         loss = problem.loss_of(logprob)
         loss.backward()
         return loss.detach(), hidden.grad, weight.grad
