@@ -89,7 +89,7 @@ def three_products(problem: Problem) -> Step:
 
 
 def eager(problem: Problem) -> Step:
-    """Full logits in torch, as a plain training loop has them; log-softmax in float32, the logits not kept beside it."""
+    """Full logits in torch, as a plain training loop has them; log-softmax in float32, logits not kept beside it."""
 
     def step():
         hidden, weight = problem.leaves()
