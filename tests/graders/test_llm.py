@@ -357,8 +357,7 @@ def test_a_killed_writer_leaves_a_cache_that_works(tmp_path):
         f"""
         import itertools
         from pathlib import Path
-        from rise_rl.graders.errors import GraderError
-from rise_rl.graders.judge_cache import VerdictCache
+        from rise_rl.graders.judge_cache import VerdictCache
         cache = VerdictCache(Path({str(tmp_path)!r}))
         for i in itertools.count():
             cache.put(f"key-{{i}}", (i % 10) / 9)
