@@ -35,7 +35,8 @@ class EngineConfig(BaseModel):
     zero_stage: Literal[0, 1, 2, 3] = Field(
         0,
         description="DeepSpeed ZeRO stage: 0 nothing is split, 1 optimizer state, 2 and gradients, 3 and parameters. "
-        "Stage 0 with bfloat16 runs as stage 1, because stage 0 cannot accumulate bfloat16 gradients in float32.",
+        "Stages 0 and 1 run as 2 with bfloat16, because DeepSpeed's optimizer for them cannot accumulate bfloat16 "
+        "gradients in float32 without starting Adam off with a step of zero gradient.",
     )
     lr: float = Field(1e-6, ge=0, description="Learning rate after warm-up; constant from there.")
     warmup_steps: int = Field(10, ge=0, description="Steps over which the rate rises linearly from lr/warmup_steps.")
@@ -80,5 +81,5 @@ class EngineConfig(BaseModel):
 
     @property
     def effective_zero_stage(self) -> int:
-        """Stage 1 where stage 0 was asked for in bfloat16: the same split on one rank, right accumulation on all."""
-        return 1 if self.zero_stage == 0 and self.torch_dtype == torch.bfloat16 else self.zero_stage
+        """The stage that runs: at least 2 in bfloat16 (see `zero_stage`)."""
+        return max(self.zero_stage, 2) if self.torch_dtype == torch.bfloat16 else self.zero_stage

@@ -33,9 +33,7 @@ def start(folder, store: CheckpointStore | None = None) -> TransformersRollout:
 def a_training_step(rollouts: TransformersRollout) -> tuple:
     """Sample, reward by length of the text, learn: the next step depends on every earlier one."""
     policy = rollouts.policy
-    requests = [
-        RolloutRequest("u", i, (5, 6, 7), derive_seed("natural", 3, policy.step + 1, "u", i)) for i in range(6)
-    ]
+    requests = [RolloutRequest("u", i, (5, 6, 7), derive_seed("natural", 3, policy.step + 1, "u", i)) for i in range(6)]
     answers = rollouts.generate(requests, SAMPLING)
     mean = sum(len(r.text) for r in answers) / len(answers)
     stats = policy.train_step(

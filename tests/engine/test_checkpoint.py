@@ -150,7 +150,6 @@ def test_a_folder_that_fails_to_be_written_leaves_the_old_one(tmp_path):
     with new_folder(target) as aside:
         (aside / "a").write_text("old")
 
-
     def fail() -> None:
         with new_folder(target) as aside:
             (aside / "a").write_text("new")
