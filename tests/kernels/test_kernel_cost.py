@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import rise_kernels
 from rise_kernels import Options
 from tests.kernels.backends import BACKENDS
-from tests.kernels.calls import call, leaf, random_case
+from tests.kernels.calls import call, leaf, random_case, with_old_logprobs
 from tests.kernels.memory import LiveBytes
 
 BOUNDED = [name for name in BACKENDS if name != "reference"]
@@ -152,3 +153,37 @@ def test_many_tokens_of_a_large_vocabulary(backend):
     assert memory.peak <= 4 * 8 * 262_144 + (8 << 20) + 4096
     out.loss.backward()
     assert torch.isfinite(weight.grad).all()
+
+
+class HostReads(TorchDispatchMode):
+    """Names of the operations that would wait for a GPU: reading a value, or a result whose size depends on values."""
+
+    WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero", "equal", "repeat_interleave")
+
+    def __init__(self):
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if any(name.startswith(wait) for wait in self.WAITS):
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_one_host_sync_a_call(backend, monkeypatch):
+    """The row plan reads its five counts at once (tolist); nothing else, forward or backward, looks at a value."""
+    reads, tolist = [], torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: reads.append(self.shape) or tolist(self))
+    case = with_old_logprobs(random_case(n=40, kind="rise"))
+    with HostReads() as host:
+        out, *_ = call(case, backend, with_entropy=True)
+        out.loss.backward()
+        forward = list(reads)
+        stats = rise_kernels.linear_logprob(
+            leaf(case.hidden), leaf(case.weight), case.target, with_entropy=True, backend=backend
+        )
+        (stats.logprob.sum() + stats.entropy.sum()).backward()
+    assert len(forward) == 1
+    assert len(reads) == 2
+    assert host.seen == []
