@@ -237,7 +237,7 @@ class PolicyEngine:
         state.save(self, Path(folder))
 
     def load(self, folder: str | Path) -> None:
-        """Raises CheckpointError for a damaged checkpoint or one of something else; do not use the policy after that."""
+        """Raises CheckpointError for a damaged checkpoint or one of something else; the policy is then unusable."""
         state.load(self, Path(folder))
 
     def export(self, folder: str | Path) -> None:

@@ -1,4 +1,4 @@
-"""Faults that peers shipped around resume: another resume after the first, state left behind, an engine not re-synced."""
+"""Faults that peers shipped around resume: a second resume, state left behind, an engine that is not re-synced."""
 
 from __future__ import annotations
 

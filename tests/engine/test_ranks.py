@@ -1,0 +1,64 @@
+"""Two ranks with unequal work do what one rank does with all of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rise_engine.config import EngineConfig
+from rise_engine.policy import PolicyEngine
+from tests.engine.helpers import a_step
+
+ROOT = Path(__file__).parents[2]
+KEYS = {"lr": 0.1, "eps": 1e-2, "warmup_steps": 0, "micro_batch_tokens": 45}
+
+SCRIPT = """
+import json, sys
+import torch
+from rise_engine.config import EngineConfig
+from rise_engine.policy import PolicyEngine
+from tests.engine.helpers import a_step
+from tests.engine.test_ranks import KEYS, record
+torch.set_num_threads(1)
+for stage in (0, 1, 2, 3):
+    policy = PolicyEngine(sys.argv[1], EngineConfig(zero_stage=stage, **KEYS))
+    # Rank 1 has one natural sequence and no guided one, then nothing at all.
+    shares = [[s[1:], s[:1]][policy.rank] if k == 0 else [s, []][policy.rank] for k, s in enumerate(map(a_step, range(2)))]
+    found = record(policy, shares)
+    if policy.rank == 0:
+        print("RESULT", json.dumps(found), flush=True)
+"""
+
+
+def record(policy: PolicyEngine, shares) -> list[list[float]]:
+    steps = [policy.train_step(share, temperature=0.7) for share in shares]
+    [after] = policy.logprobs((5, 6, 7), [(8, 9, 10)], temperature=1.0)
+    return [*([s.loss, s.grad_norm, s.entropy, s.mean_support, s.tokens] for s in steps), after.tolist()]
+
+
+@pytest.mark.slow
+def test_two_ranks_equal_one_under_every_stage(tiny_folder, tmp_path):
+    folder = tiny_folder("qwen3-tied")
+    expected = record(PolicyEngine(folder, EngineConfig(**KEYS)), [a_step(0), a_step(1)])
+    script = tmp_path / "ranks.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script, folder],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = [json.loads(line.removeprefix("RESULT ")) for line in done.stdout.splitlines() if "RESULT" in line]
+    assert len(results) == 4
+    for found in results:
+        for ours, theirs in zip(found, expected, strict=True):
+            assert ours == pytest.approx(theirs, rel=2e-4, abs=1e-4)
