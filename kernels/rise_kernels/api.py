@@ -19,8 +19,10 @@ RuntimeError where the named backend cannot run, and for a double backward pass.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from functools import wraps
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,7 +35,24 @@ from .rows import RowPlan, plan_rows, power_of_two_scale
 from .select import BackendName, select_backend
 from .token_losses import KlEstimator, LossSpec, TokenRows, loss_parts
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
+
+def _outside_compile(function: Callable[P, R]) -> Callable[P, R]:
+    """torch.compile breaks the graph at this function and calls it as it is: a loop over chunks whose bounds are read
+    from the data gains nothing from being traced. (A plain torch.compiler.disable would import the compiler here.)"""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(function)(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+@_outside_compile
 def linear_logprob(
     hidden: Tensor,
     weight: Tensor,
@@ -66,6 +85,7 @@ def linear_logprob(
     return TokenStats(*(None if x is None else plan.put(x) for x in stats))
 
 
+@_outside_compile
 def linear_guide_loss(
     hidden: Tensor,
     weight: Tensor,
@@ -93,6 +113,7 @@ def linear_guide_loss(
     return GuideLoss(out.loss, out.token_loss, out.logprob, out.entropy, out.support)
 
 
+@_outside_compile
 def linear_policy_loss(
     hidden: Tensor,
     weight: Tensor,
@@ -147,6 +168,7 @@ def linear_policy_loss(
     return PolicyLoss(out.loss, out.token_loss, out.logprob, out.entropy, out.ratio, out.clipped, out.kl)
 
 
+@_outside_compile
 def linear_rise_loss(
     hidden: Tensor,
     weight: Tensor,
