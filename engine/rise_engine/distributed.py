@@ -6,6 +6,7 @@ import os
 import random
 import warnings
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -51,8 +52,10 @@ def local_rank() -> int:
 def _init_deepspeed_comm() -> None:
     import deepspeed
 
-    # On a CPU this op is compiled at start (a minute) and would serve `inference_all_reduce` alone: gloo does the rest.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # On a CPU, DeepSpeed would compile a shared-memory all-reduce first (a minute, after probing every other op), for
+    # `inference_all_reduce` alone. None is its own answer where the op cannot be had: gloo does everything.
+    # (By name: the attribute `deepspeed.comm.torch` is torch itself.)
+    import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
     # DeepSpeed still calls collectives by names that torch is about to rename; it says so on every call.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     # DeepSpeed reads this even though the group exists already.

@@ -28,7 +28,8 @@ torch.set_num_threads(1)
 for stage in (0, 1, 2, 3):
     policy = PolicyEngine(sys.argv[1], EngineConfig(zero_stage=stage, **KEYS))
     # Rank 1 has one natural sequence and no guided one, then nothing at all.
-    shares = [[s[1:], s[:1]][policy.rank] if k == 0 else [s, []][policy.rank] for k, s in enumerate(map(a_step, range(2)))]
+    first, second = a_step(0), a_step(1)
+    shares = [(first[1:], first[:1])[policy.rank], (second, [])[policy.rank]]
     found = record(policy, shares)
     if policy.rank == 0:
         print("RESULT", json.dumps(found), flush=True)
