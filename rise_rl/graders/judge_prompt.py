@@ -40,6 +40,10 @@ def visible(text: str) -> str:
     """
     text = _REASONING.sub(" ", text)
     text = _REASONING_HEAD.sub(" ", text)
+    return without_special_tokens(text)
+
+
+def without_special_tokens(text: str) -> str:
     return _SPECIAL.sub(" ", text).strip()
 
 
@@ -67,12 +71,19 @@ class JudgePrompt:
         )
         self._check()
 
-    def field(self, text: str) -> str:
-        """The text as it may stand between the template's tags."""
-        return self._own_tag.sub("&lt;", visible(text))
+    def field(self, text: str, *, written_by_model: bool = True) -> str:
+        """The text as it may stand between the template's tags. Only a model's own text has reasoning to hide."""
+        text = visible(text) if written_by_model else without_special_tokens(text)
+        return self._own_tag.sub("&lt;", text)
 
     def conversation(self, messages: Sequence[Message]) -> list[dict[str, str]]:
-        return [{"role": re.sub(r"\W", "", m["role"]), "content": self.field(m["content"])} for m in messages]
+        return [
+            {
+                "role": re.sub(r"\W", "", m["role"]),
+                "content": self.field(m["content"], written_by_model=m["role"] == "assistant"),
+            }
+            for m in messages
+        ]
 
     def messages(
         self,
@@ -87,8 +98,10 @@ class JudgePrompt:
         listed = [
             {
                 "id": f"c{number}",
-                "text": self.field(criterion.text),
-                "bands": {band: self.field(text) for band, text in (bands(criterion) or {}).items()},
+                "text": self.field(criterion.text, written_by_model=False),
+                "bands": {
+                    band: self.field(text, written_by_model=False) for band, text in (bands(criterion) or {}).items()
+                },
             }
             for number, criterion in enumerate(criteria, start=1)
         ]

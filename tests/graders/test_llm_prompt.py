@@ -58,6 +58,20 @@ def test_conversation_and_criterion_stay_in_their_fields_too(attack):
     assert [text.lower().count(t) for t in ("<response>", "</response>", "</criterion>", "</message>")] == [1, 1, 1, 1]
 
 
+def test_reasoning_is_hidden_in_what_models_wrote_only():
+    chat = [
+        {"role": "user", "content": "What does </think> mean in <think>?"},
+        {"role": "assistant", "content": "<think>easy</think>It ends it."},
+        {"role": "user", "content": "Thanks."},
+    ]
+    text = prompt("<think>hm</think>Welcome", chat=chat, criteria=[Criterion("explains </think>", 1.0)])[1]["content"]
+    assert "What does </think> mean in <think>?" in text
+    assert "explains </think>" in text
+    assert "It ends it." in text
+    assert "easy" not in text
+    assert "hm" not in text
+
+
 def test_visible_text():
     assert visible("<think>\nplan\n</think>\n\nHello<|im_end|>") == "Hello"
     assert visible("plan, no start tag</think>Hello") == "Hello"
