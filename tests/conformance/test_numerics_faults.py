@@ -27,7 +27,7 @@ def masters(policy: PolicyEngine) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in flat]).clone()
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_float32_master_weights_move_at_lr_1e_6_in_bfloat16(folder, stage):
     """A bfloat16 weight of 1 cannot move by 1e-6; its float32 master must, and the sum of many moves must arrive."""
     policy = PolicyEngine(folder, EngineConfig(dtype="bfloat16", zero_stage=stage, lr=1e-6, warmup_steps=0))
@@ -42,7 +42,8 @@ def test_float32_master_weights_move_at_lr_1e_6_in_bfloat16(folder, stage):
     assert (moved > 0.5e-6).float().mean() > 0.5
 
 
-@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
 def test_many_micro_batches_add_up_in_float32(folder, stage):
     """One large gradient and many that are each below half of its bfloat16 spacing: added in bfloat16 they vanish."""
     large = a_step(prompts=1)[0]
@@ -64,7 +65,7 @@ def test_lower_stages_run_as_stage_2_in_bfloat16(stage):
     assert deepspeed_config(EngineConfig(dtype="float32", zero_stage=stage), 1)["zero_optimization"]["stage"] == stage
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_first_bfloat16_update_has_the_size_of_the_float32_one(folder, stage):
     """A quarter less is what a zero-gradient step before it makes of Adam's bias correction."""
     moves = {}
