@@ -10,17 +10,26 @@ from .base import GradeItem, Grader, Message
 from .routing import RoutingGrader, required_routes, route
 from .rule import RuleGrader, validate
 
-_LAZY = {"LlmGrader": ".llm", "parse_verdict": ".parse"}  # a run without a judge loads no HTTP client
+_LAZY = {  # a run without a judge loads no HTTP client
+    "JudgeConfig": ".judge_config",
+    "JudgeUnavailable": ".errors",
+    "LlmGrader": ".llm",
+    "load_grader": ".plugin",
+    "parse_verdict": ".parse",
+}
 
 __all__ = [
     "GradeItem",
     "Grader",
+    "JudgeConfig",
+    "JudgeUnavailable",
     "LlmGrader",
     "Message",
     "RoutingGrader",
     "RuleGrader",
     "band_verdict",
     "bands",
+    "load_grader",
     "parse_verdict",
     "required_routes",
     "route",
