@@ -157,7 +157,9 @@ def test_autocast(backend, weight_dtype):
     assert weight.grad.dtype == weight_dtype
     torch.testing.assert_close(out.logprob.double(), expected.logprob, rtol=0, atol=LOGPROB_ATOL)
     assert relative(hidden.grad, expected.hidden_grad) <= 8e-3
-    assert relative(weight.grad, expected.weight_grad) <= (8e-3 if weight_dtype == torch.bfloat16 else 1e-4)
+    # chunked multiplies in float32 on a CPU; triton rounds dlogits to bfloat16 everywhere, as both do on a GPU
+    low = weight_dtype == torch.bfloat16 or backend == "triton"
+    assert relative(weight.grad, expected.weight_grad) <= (8e-3 if low else 1e-4)
 
 
 def test_torch_compile_around_it(backend):

@@ -14,6 +14,7 @@ import rise_kernels
 from rise_kernels import Options
 from tests.kernels.backends import BACKENDS
 from tests.kernels.calls import call, leaf, random_case, with_old_logprobs
+from tests.kernels.launches import triton_launches
 from tests.kernels.memory import LiveBytes
 
 BOUNDED = [name for name in BACKENDS if name != "reference"]
@@ -31,9 +32,9 @@ def inputs(n=N, d=D, v=V):
 
 def gemms(run, *, n=N) -> float:
     """FLOPs of `run`, in units of F."""
-    with FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False) as counter, triton_launches() as launches:
         run()
-    return counter.get_total_flops() / (n * D * V)
+    return (counter.get_total_flops() + launches.flops) / (n * D * V)
 
 
 @pytest.mark.parametrize("budget", [64 << 10, 512 << 20])

@@ -59,7 +59,7 @@ def add_product(out: Tensor, a: Tensor, b: Tensor, *, first: bool, alpha: float)
         mixed = {} if out.dtype == a.dtype else {"out_dtype": out.dtype}
         torch.addmm(out, a, b, **mixed, beta=beta, alpha=alpha, out=out)
     else:
-        out.addmm_(a.float(), b.float(), beta=beta, alpha=alpha)
+        torch.addmm(out, a.float(), b.float(), beta=beta, alpha=alpha, out=out)
 
 
 def add_hidden_grad(out: Tensor, dlogits: Tensor, weight: Tensor, *, first: bool, alpha: float) -> None:
