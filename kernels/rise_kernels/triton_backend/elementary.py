@@ -80,11 +80,12 @@ def to_storage(x, grad_dtype: tl.constexpr, storage_dtype: tl.constexpr):
 
     A 16-bit workspace is typed float16 whichever of the two formats lies in it, so one buffer serves both in turn.
     """
-    if grad_dtype == tl.float32 or grad_dtype == tl.float16:
+    if grad_dtype != tl.bfloat16:
         return x.to(storage_dtype)
-    if INTERPRETED:
+    elif INTERPRETED:
         bits = x.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         rounded = tl.where(x != x, 0x7FC0, rounded)
         return rounded.to(tl.int16).to(storage_dtype, bitcast=True)
-    return x.to(tl.bfloat16).to(storage_dtype, bitcast=True)
+    else:
+        return x.to(tl.bfloat16).to(storage_dtype, bitcast=True)

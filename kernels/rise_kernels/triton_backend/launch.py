@@ -21,9 +21,9 @@ from .rows import dlogits_kernel, loss_kernel, statistics_kernel
 from .tiles import has_descriptors, programs, stat_width
 
 _TL = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-_BLOCK_ROWS, _BLOCK_TILES = 32, 64
+BLOCK_ROWS, BLOCK_TILES = 32, 64
 _ROW_VECTORS = 64  # bytes per row for the vectors between the kernels
-_FP16_RANGE = 15  # exponentials up to 2^15: in float16 they keep 11 bits down to 2^-29 of the largest in their tile
+FP16_RANGE = 15  # exponentials up to 2^15: in float16 they keep 11 bits down to 2^-29 of the largest in their tile
 FP16_GRADS = 2.0**8  # float16 gradients of the logits are held this much larger, so that small probabilities survive
 
 
@@ -91,7 +91,7 @@ class Kernels:
             self.bias, target, self._matrix(columns), *stats,
             *self._sizes(hidden, slab, columns),
             STORE=columns is not None, WITH_ENTROPY=stats.slope is not None,
-            EXTRA_BITS=_FP16_RANGE if self.storage == torch.float16 else 0,
+            EXTRA_BITS=FP16_RANGE if self.storage == torch.float16 else 0,
             **self._common(),
         )  # fmt: skip
 
@@ -113,9 +113,9 @@ class Kernels:
     def statistics(self, stats: TileStats, out: tuple[Tensor, Tensor, Tensor | None]) -> None:
         """Into logprob, logsumexp, entropy, float32 [rows]."""
         n = out[0].shape[0]
-        statistics_kernel[(triton.cdiv(n, _BLOCK_ROWS),)](
+        statistics_kernel[(triton.cdiv(n, BLOCK_ROWS),)](
             stats.offset, stats.total, stats.slope, stats.target_logit, *out, n, self.tiles,
-            WITH_ENTROPY=stats.slope is not None, BLOCK_ROWS=_BLOCK_ROWS, BLOCK_TILES=_BLOCK_TILES,
+            WITH_ENTROPY=stats.slope is not None, BLOCK_ROWS=BLOCK_ROWS, BLOCK_TILES=BLOCK_TILES,
         )  # fmt: skip
 
     def losses(
@@ -124,7 +124,7 @@ class Kernels:
     ) -> None:  # fmt: skip
         """`statistics`, and into `losses` and the two gradients (see `rows.loss_kernel`)."""
         n = out[0].shape[0]
-        loss_kernel[(triton.cdiv(n, _BLOCK_ROWS),)](
+        loss_kernel[(triton.cdiv(n, BLOCK_ROWS),)](
             stats.offset, stats.total, stats.slope, stats.target_logit, *out, n, self.tiles,
             rows.token_weight, rows.is_guide.view(torch.int8),
             rows.advantage, rows.old_logprob, rows.ref_logprob, rows.behaviour_logprob, scale,
@@ -135,7 +135,7 @@ class Kernels:
             HAS_REF=rows.ref_logprob is not None, HAS_BEHAVIOUR=rows.behaviour_logprob is not None,
             HAS_DUAL=spec.dual_clip is not None, HAS_CAP=spec.is_cap is not None, HAS_KL=spec.kl_coef != 0,
             KL_ESTIMATOR=spec.kl_estimator,
-            WITH_ENTROPY=stats.slope is not None, BLOCK_ROWS=_BLOCK_ROWS, BLOCK_TILES=_BLOCK_TILES,
+            WITH_ENTROPY=stats.slope is not None, BLOCK_ROWS=BLOCK_ROWS, BLOCK_TILES=BLOCK_TILES,
         )  # fmt: skip
 
     def dlogits(
@@ -144,11 +144,11 @@ class Kernels:
     ) -> Tensor:  # fmt: skip
         """Exponentials to d loss / d (h.w + b), in place: [rows, V] in `dtype`."""
         n = logprob.shape[0]
-        dlogits_kernel[(self.tiles, triton.cdiv(n, _BLOCK_ROWS))](
+        dlogits_kernel[(self.tiles, triton.cdiv(n, BLOCK_ROWS))](
             workspace, workspace.stride(0), stats.offset, target, logprob, logsumexp, own_grad, other_grad,
             n, self.vocab, float(self.head.temperature), float(self.head.softcap or 0.0),
             HAS_SOFTCAP=self.head.softcap is not None, GRAD_DTYPE=_TL[self.dtype],
-            BLOCK_ROWS=_BLOCK_ROWS, BLOCK_N=self.width, num_warps=8,
+            BLOCK_ROWS=BLOCK_ROWS, BLOCK_N=self.width, num_warps=8,
         )  # fmt: skip
         return workspace.view(self.dtype)[:n, : self.vocab]
 
