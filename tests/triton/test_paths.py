@@ -1,0 +1,109 @@
+"""What only the Triton backend can get wrong: its two ways to memory, repeatability, offsets, launches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+import rise_kernels
+from rise_kernels import Options
+from rise_kernels.triton_backend import launch, rows
+from tests.kernels.calls import assert_matches, call, random_case
+from tests.kernels.launches import triton_launches
+from tests.triton.on_device import DEVICE
+
+interpreted = pytest.mark.skipif(DEVICE == "cuda", reason="CPU tensors: run on the interpreter")
+
+
+@interpreted
+@pytest.mark.parametrize("descriptors", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("d, v", [(17, 67), (40, 300), (64, 256)])
+def test_descriptors_and_pointers(monkeypatch, descriptors, dtype, d, v):
+    """sm_80 reads through pointers, sm_90 through tensor descriptors. D and V of every alignment."""
+    monkeypatch.setattr(launch, "has_descriptors", lambda device: descriptors)
+    tolerance = 1e-4 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
+    assert_matches(random_case(35, d, v, dtype=dtype, kind="rise"), "triton", grad_rtol=tolerance)
+
+
+@interpreted
+@pytest.mark.parametrize("descriptors", [True, False])
+def test_chunks_and_slabs(monkeypatch, descriptors):
+    """Several chunks of rows and, since the weight must be copied, several slabs of the vocabulary."""
+    monkeypatch.setattr(launch, "has_descriptors", lambda device: descriptors)
+    case = random_case(70, 18, 1100, kind="rise", softcap=2.0)
+    case = replace(case, bias=torch.randn(1100, generator=torch.Generator().manual_seed(1)))
+    options = Options(budget=160 << 10)
+    with triton_launches() as launches:
+        assert_matches(case, "triton", options=options)
+    assert len({columns for _, _, columns, _ in launches.gemms}) > 1
+    assert len(launches.gemms) > 4
+
+    stats = []
+    for budget in (160 << 10, 512 << 20):
+        h, w = case.hidden.clone().requires_grad_(), case.weight.clone().requires_grad_()
+        out = rise_kernels.linear_logprob(
+            h, w, case.target, with_entropy=True, backend="triton", options=Options(budget=budget)
+        )
+        (out.logprob.sum() + 0.3 * out.entropy.sum() - 0.1 * out.logsumexp.sum()).backward()
+        stats.append((out.logprob.detach(), out.entropy.detach(), h.grad, w.grad))
+    for cut, whole in zip(*stats):
+        torch.testing.assert_close(cut, whole, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_bitwise_repeatable(dtype):
+    """No atomics: the first call (which tunes, on a GPU) equals the tenth, bit for bit."""
+    case = random_case(80, 48, 1000, dtype=dtype, kind="rise")
+    case = replace(case, **{name: getattr(case, name).to(DEVICE) for name in (
+        "hidden", "weight", "target", "token_weight", "advantage", "is_guide")})  # fmt: skip
+    found = []
+    for _ in range(10 if DEVICE == "cuda" else 3):
+        out, hidden, weight, _ = call(case, "triton", with_entropy=True, options=Options(budget=300 << 10))
+        out.loss.backward()
+        stats = rise_kernels.linear_logprob(hidden, weight, case.target, backend="triton")
+        dh, dw = torch.autograd.grad(stats.logprob.sum(), [hidden, weight])
+        found.append([out.loss.detach(), out.logprob, out.entropy, hidden.grad, weight.grad, dh, dw])
+    for later in found[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(found[0], later))
+
+
+@interpreted
+def test_launches_of_a_chunk():
+    """One GEMM of ours a chunk for the loss, over all of V; for the log-prob one forward and one backward."""
+    case = random_case(64, 32, 600, kind="guide")
+    case.target = torch.arange(64)
+    case.token_weight = torch.ones(64)
+    with triton_launches() as launches:
+        call(case, "triton")[0].loss.backward()
+    assert launches.gemms == [("forward", 64, 600, 32)]
+    hidden = case.hidden.requires_grad_()
+    with triton_launches() as launches:
+        rise_kernels.linear_logprob(hidden, case.weight, case.target, backend="triton").logprob.sum().backward()
+    assert launches.gemms == [("forward", 64, 600, 32), ("backward", 64, 600, 32)]
+
+
+@interpreted
+def test_offsets_beyond_32_bits():
+    """Rows of the workspace begin past element 2^31 (N V passes it at N = 14,135 for Qwen3). Untouched pages cost
+    nothing, so the buffer can be that large."""
+    n, stride, vocab = 40, (1 << 26) + 64, 50
+    workspace = torch.empty((n - 1) * stride + vocab, dtype=torch.float16).as_strided((n, vocab), (stride, 1))
+    assert workspace[-1].storage_offset() > 2**31
+    workspace.fill_(0.5)
+    vectors = torch.zeros(5, n)
+    logprob, logsumexp, own, other, offset = vectors
+    own.fill_(3.0), other.copy_(torch.arange(n))
+    target = torch.arange(n)
+    rows.dlogits_kernel[(1, triton.cdiv(n, 32))](
+        workspace, stride, offset, target, logprob, logsumexp, own, other, n, vocab, 1.0, 0.0,
+        HAS_SOFTCAP=False, GRAD_DTYPE=tl.float16, BLOCK_ROWS=32, BLOCK_N=64,
+    )  # fmt: skip
+    expected = 0.5 * torch.arange(n)[:, None].expand(n, vocab).clone()
+    expected[torch.arange(n), target] = 3.0
+    assert torch.equal(workspace.float(), expected)
