@@ -10,6 +10,7 @@ from typing import Any
 
 from rise_engine.sequences import StepStats
 
+from .graders.judge_stats import JudgeStats
 from .samples import Sample
 from .step_loss import StepLoss
 
@@ -87,6 +88,14 @@ def training_metrics(stats: StepStats, sequences: int) -> dict[str, Value]:
         "sequences/skipped": sequences - stats.forwarded_sequences,
     }
     return {name: None if math.isnan(value) else value for name, value in values.items()}
+
+
+def judge_metrics(stats: JudgeStats | None) -> dict[str, Value]:
+    """What the judge has cost so far; nothing without a judge."""
+    if stats is None:
+        return {}
+    counters = ("calls", "retries", "cache_hits", "prompt_tokens", "completion_tokens")
+    return {f"judge/{name}": getattr(stats, name) for name in counters} | {"judge/latency_p95_s": stats.latency(0.95)}
 
 
 def criterion_failures(samples: Sequence[Sample]) -> list[dict[str, Any]]:

@@ -34,7 +34,7 @@ from .run_folder import RunFolder
 from .samples import Sample, grade_rollouts
 from .schedule import GuidanceSchedule
 from .step_loss import build_step_loss
-from .step_metrics import criterion_failures, mean, sample_metrics, training_metrics
+from .step_metrics import criterion_failures, judge_metrics, mean, sample_metrics, training_metrics
 
 Prompt = tuple[int, ...]
 
@@ -232,6 +232,7 @@ class Trainer:
         metrics["time/step"] = seconds
         metrics["tokens_per_second"] = metrics["tokens/generated"] / seconds
         metrics["memory/peak_gib"] = peak_memory_gib()
+        metrics.update(judge_metrics(getattr(self.grader, "judge_stats", None)))
         self.times.clear()
         self.run.log_metrics(metrics)
         self.history.append(metrics)

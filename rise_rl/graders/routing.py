@@ -8,6 +8,7 @@ from typing import Protocol
 
 from ..rubric import Criterion, Rubric, Verdict
 from .base import GradeItem, Grader
+from .judge_stats import JudgeStats
 
 ROUTES = ("rule", "llm")
 
@@ -35,6 +36,11 @@ class RoutingGrader:
 
     def __init__(self, rule: Grader, llm: Grader | None = None) -> None:
         self.graders: dict[str, Grader] = {"rule": rule} | ({"llm": llm} if llm is not None else {})
+
+    @property
+    def judge_stats(self) -> JudgeStats | None:
+        """The judge's counters, if there is a judge that keeps any."""
+        return getattr(self.graders.get("llm"), "stats", None)
 
     def require(self, examples: Iterable[HasRubric]) -> None:
         """Raises ValueError if a criterion needs a grader that is not there."""
