@@ -1,0 +1,116 @@
+"""Algorithm 1 on a tiny model, through `run_training` as the command line calls it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rise_rl.config import load_config
+from rise_rl.launch import run_training
+from tests.graders.fake_server import FakeJudge, Reply, honest
+from tests.trainer.conftest import row
+
+
+def run(config: Path, *overrides: str) -> tuple[list[dict], Path]:
+    folder = run_training(load_config(config, overrides))
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()], folder
+
+
+def records(folder: Path, step: int) -> list[dict]:
+    return [json.loads(line) for line in (folder / f"rollouts/step_{step:06d}.jsonl").read_text().splitlines()]
+
+
+def test_guidance_is_removed_for_good(tiny_config):
+    metrics, folder = run(tiny_config(steps=4, guidance__remove_at=2, evaluation__every=0, checkpoint__every=0))
+    assert [m["guidance/active"] for m in metrics] == [True, True, False, False]
+    assert [m["lambda"] for m in metrics] == [0.5, 0.5, 0.0, 0.0]
+    assert all(m["guided/generated"] > 0 for m in metrics[:2])
+    assert [m["guided/generated"] for m in metrics[2:]] == [0, 0]
+    assert [m["gap/raw"] for m in metrics[2:]] == [None, None]
+    for step, m in enumerate(metrics, 1):
+        kinds = [r["kind"] for r in records(folder, step)]
+        assert kinds.count("natural") == 2 * 4
+        assert kinds.count("guided") == m["guided/generated"]
+
+
+def test_guided_answers_saw_the_hint_and_their_criteria_were_missed(tiny_config):
+    _, folder = run(tiny_config(steps=1, evaluation__every=0, checkpoint__every=0))
+    everything = records(folder, 1)
+    guided = [r for r in everything if r["kind"] == "guided"]
+    assert guided
+    for r in guided:
+        naturals = [n for n in everything if n["kind"] == "natural" and n["uid"] == r["uid"]]
+        assert 1 <= len(r["shown"]) <= 2
+        assert all(any(n["verdicts"][k] < 1 for n in naturals) for k in r["shown"])
+
+
+def test_guidance_changes_nothing_before_the_first_update(tiny_config):
+    config = tiny_config(steps=2, evaluation__every=0, checkpoint__every=0, guidance__coefficient=5.0)
+    _, guided = run(config, "name=guided")
+    plain_metrics, plain = run(config, "name=plain", "guidance.enabled=false")
+
+    def natural(folder, step):
+        return [r for r in records(folder, step) if r["kind"] == "natural"]
+
+    assert natural(guided, 1) == natural(plain, 1)
+    assert natural(guided, 2) != natural(plain, 2)  # the guide loss has moved the weights
+    assert all(m["guided/generated"] == 0 and m["loss/guide"] == 0 for m in plain_metrics)
+
+
+def test_seeds_decide_the_rollouts(tiny_config):
+    config = tiny_config(steps=1, evaluation__every=0, checkpoint__every=0)
+    first, again, other = (run(config, f"name={n}", f"seed={s}")[1] for n, s in [("a", 3), ("b", 3), ("c", 4)])
+    assert records(first, 1) == records(again, 1)
+    assert [r["response"] for r in records(first, 1)] != [r["response"] for r in records(other, 1)]
+    responses = [r["response"] for r in records(first, 1)]
+    assert len(set(responses)) > len(responses) // 2  # every rollout has a seed of its own
+
+
+def test_the_first_pass_of_a_step_is_on_policy(tiny_config):
+    metrics, _ = run(tiny_config(steps=2, evaluation__every=0, checkpoint__every=0, rollout__temperature=0.6))
+    for m in metrics:
+        assert m["ratio/mean"] == m["ratio/max"] == 1.0
+        assert m["clip_fraction"] == 0.0
+        assert m["logprob_gap/max"] < 1e-3
+
+
+def test_a_judge_that_fails_makes_unknown_verdicts_and_no_rewards(tiny_config):
+    config = tiny_config(steps=1, evaluation__every=0, checkpoint__every=0)
+    lines = []
+    for i in range(2):
+        example = row(f"j{i}", ["water"])
+        example["reward_model"]["rubrics"].append(
+            {"criterion": f"is kind {i}", "points": 4, "tags": {"verifier": "llm"}}
+        )
+        lines.append(json.dumps(example) + "\n")
+    (config.parent / "train.jsonl").write_text("".join(lines))
+
+    def half_broken(request):
+        return Reply("no verdict at all") if "is kind 1" in json.dumps(request) else honest(request)
+
+    with FakeJudge(half_broken) as server:
+        settings = yaml.safe_load(config.read_text())
+        settings["judge"] = {"base_urls": [server.url], "model": "fake", "max_retries": 0}
+        config.write_text(yaml.safe_dump(settings))
+        [m], folder = run(config)
+    assert m["judge/calls"] > 0
+    for r in records(folder, 1):
+        ungraded = r["uid"] == "j1"
+        assert (r["verdicts"][3] is None) == ungraded
+        assert (r["reward"] is None) == ungraded
+    broken = sum(r["uid"] == "j1" for r in records(folder, 1))
+    assert m["unknown_verdicts"] == m["ungraded_samples"] == broken > 0
+    assert m["sequences/forwarded"] + m["sequences/skipped"] <= 4 + 2  # only the graded prompt takes part
+
+
+@pytest.mark.parametrize("model_kind", ["qwen3", "llama"])
+def test_untied_models_train_too(tiny_config, tmp_path, model_kind):
+    from tests.tiny import make_tiny
+
+    model = make_tiny(tmp_path / "untied", model_kind, scale=4.0)
+    metrics, folder = run(tiny_config(steps=2, model=str(model), checkpoint__every=0))
+    assert all(m["grad_norm"] > 0 for m in metrics)
+    assert len((folder / "evals.jsonl").read_text().splitlines()) == 2
