@@ -75,6 +75,16 @@ def peak_bytes(step: Callable[[], Any], device: str) -> int:
     return peak
 
 
+def launches(step: Callable[[], Any]) -> int:
+    """Kernels that one step starts on the GPU."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    cuda = torch.autograd.DeviceType.CUDA
+    return sum(e.device_type() == cuda for e in profiler.profiler.kineto_results.events())
+
+
 def resident_peak_bytes(step: Callable[[], Any]) -> int | None:
     """The same for the process's resident memory, from the kernel's high-water mark: a coarse check of the above.
 

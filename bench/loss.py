@@ -2,11 +2,15 @@
 
     python bench/loss.py --device cpu                  # N=4096 D=576 V=49152 float32, the shape of SmolLM2-135M
     python bench/loss.py --n 256 --v 8192 --rounds 3   # a quick look
+    python bench/loss.py --device cuda --dtype bfloat16 --n 8192 --d 2560 --v 151936 --peaked --name qwen3-4b
 
-Every provider of bench/providers.py computes the same loss on the same inputs: GRPO at ratio 1 by default, or the
-guide loss of RISE-RL. Times are wall times of one forward and backward pass, median [p20, p80] over the rounds. Memory
-is measured in a pass of its own: the peak beyond inputs and returned gradients. Errors are against float64, the
-largest entry relative to the largest exact entry. Writes JSON and a plot to bench/results/<device>/loss.*.
+Every provider of bench/providers.py and gpu_providers.py computes the same loss on the same inputs: GRPO at ratio 1 by
+default, the guide loss of RISE-RL, or the plain cross-entropy for peers that can do nothing else. Times are wall times
+of one forward and backward pass (--forward: of the forward pass), median [p20, p80] over the rounds. Memory is measured
+in a pass of its own: the peak beyond inputs and returned gradients. Errors are against float64, the largest entry
+relative to the largest exact entry; with 16-bit inputs also as a multiple of the error of float32 logits, one rounding
+of their gradient and one of the result ("x round"). "TFLOP/s" is the required work (6 F, or 2 F) over the time. Writes
+JSON and a plot to bench/results/<device>/<name>.*.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import torch
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler, which measures the memory, is chatty
 sys.path.insert(0, str(Path(__file__).parent))
 import _common
+from gpu_providers import GPU_PROVIDERS
 from providers import EAGER, FLOOR, GAMMA, OURS, PROVIDERS, Absent, Problem
 
 # The project's bars on a CPU, for this shape.
@@ -29,8 +34,12 @@ TIME_BAR, MEMORY_BAR = 1.2, 0.10
 BAR_SHAPE = {"n": 4096, "d": 576, "v": 49152, "dtype": "float32"}
 
 
-def exact(problem: Problem, rows: int = 128) -> tuple[float, torch.Tensor, torch.Tensor]:
-    """(loss, dH, dW) in float64 from the equations, a few rows at a time."""
+def exact(problem: Problem, rows: int = 128, *, rounded: bool = False) -> tuple[float, torch.Tensor, torch.Tensor]:
+    """(loss, dH, dW) in float64 from the equations, a few rows at a time.
+
+    rounded: from float32 logits, their gradient rounded once to the inputs' type, and dH and dW once: the best that a
+    kernel with 16-bit operands can do.
+    """
     weight = problem.weight.double()
     dh = torch.empty(problem.hidden.shape, dtype=torch.float64, device=weight.device)
     dw = torch.zeros_like(weight)
@@ -39,20 +48,27 @@ def exact(problem: Problem, rows: int = 128) -> tuple[float, torch.Tensor, torch
     for start in range(0, problem.n, rows):
         part = slice(start, min(problem.n, start + rows))
         hidden, target = problem.hidden[part].double(), problem.target[part, None]
-        log_p = torch.log_softmax(hidden @ weight.T, dim=-1)
+        z = hidden @ weight.T
+        log_p = torch.log_softmax(z.float().double() if rounded else z, dim=-1)
+        del z
         logp = log_p.gather(1, target)
         if problem.loss == "guide":
             p = logp.exp()
             loss += (torch.log(p + GAMMA) - logp).sum().item() / problem.n
             slope = -GAMMA / (p + GAMMA)
         else:
-            loss += -advantage[part].sum().item() / problem.n
+            loss += -(logp[:, 0] if problem.loss == "ce" else advantage[part]).sum().item() / problem.n
             slope = -advantage[part, None]
         dz = log_p.exp_().neg_()
         dz.scatter_(1, target, -torch.expm1(logp))
         dz *= slope / problem.n
+        if rounded:
+            scale = 2.0 ** (problem.n - 1).bit_length()  # as every kernel that scales its gradients before rounding
+            dz = (dz * scale).to(problem.hidden.dtype).double() / scale
         dh[part] = dz @ weight
         dw += dz.T @ hidden
+    if rounded:
+        dh, dw = (x.to(problem.hidden.dtype).double() for x in (dh, dw))
     return loss, dh, dw
 
 
@@ -65,7 +81,12 @@ def measure(problem: Problem, device: str, rounds: int, warmup: int) -> dict[str
     results: dict[str, dict[str, Any]] = {}
     steps = {}
     loss, dh, dw = exact(problem)
-    for provider in PROVIDERS:
+    best = None
+    if problem.hidden.dtype != torch.float32:
+        _, low_dh, low_dw = exact(problem, rounded=True)
+        best = {"dH": relative(low_dh, dh), "dW": relative(low_dw, dw)}
+        del low_dh, low_dw
+    for provider in (*PROVIDERS, *(GPU_PROVIDERS if device == "cuda" else ())):
         if device not in provider.devices:
             results[provider.name] = {"absent": f"runs on {' and '.join(provider.devices)} only"}
             continue
@@ -82,10 +103,14 @@ def measure(problem: Problem, device: str, rounds: int, warmup: int) -> dict[str
             continue
         row: dict[str, Any] = {"products": provider.products}
         if found_loss is not None:
-            row["error"] = {
-                "loss": abs(found_loss.item() - loss), "dH": relative(found_dh, dh), "dW": relative(found_dw, dw),
-            }  # fmt: skip
-        returned = sum(g.untyped_storage().nbytes() for g in (found_dh, found_dw))
+            row["error"] = {"loss": abs(found_loss.item() - loss)}
+            if found_dh is not None:
+                row["error"] |= {"dH": relative(found_dh, dh), "dW": relative(found_dw, dw)}
+            if found_dh is not None and best is not None:
+                row["error_x_one_rounding"] = {k: row["error"][k] / best[k] for k in best}
+        returned = sum(g.untyped_storage().nbytes() for g in (found_dh, found_dw) if g is not None)
+        if device == "cuda":
+            row["launches"] = _common.launches(step)
         del found_loss, found_dh, found_dw
         if provider.name != FLOOR:
             row["extra_bytes"] = _common.peak_bytes(step, device) - returned
@@ -106,27 +131,35 @@ def measure(problem: Problem, device: str, rounds: int, warmup: int) -> dict[str
     return results
 
 
-def show(results: dict[str, dict[str, Any]]) -> None:
+def show(results: dict[str, dict[str, Any]], required: float) -> None:
+    """required: FLOPs that the problem asks for."""
     floor = results[FLOOR]["seconds"]["median"]
     eager_bytes = results[EAGER].get("extra_bytes")
     rows = []
     for name, row in results.items():
         if "absent" in row:
-            rows.append([name, "absent", *[""] * 8])
+            rows.append([name, "absent", *[""] * 12])
             continue
         s, error, extra = row["seconds"], row.get("error"), row.get("extra_bytes")
+        rounding = row.get("error_x_one_rounding")
         rows.append(
             [
-                name, f"{row['products']} F", f"{s['median'] * 1e3:.0f}",
-                f"[{s['p20'] * 1e3:.0f}, {s['p80'] * 1e3:.0f}]", f"{s['median'] / floor:.2f}",
+                name, f"{row['products']} F", f"{s['median'] * 1e3:.4g}",
+                f"[{s['p20'] * 1e3:.4g}, {s['p80'] * 1e3:.4g}]", f"{s['median'] / floor:.2f}",
                 "" if extra is None else f"{extra / 2**20:.0f}",
                 "" if extra is None or not eager_bytes else f"{100 * extra / eager_bytes:.1f}%",
-                *(["", "", ""] if error is None else [f"{error[k]:.1e}" for k in ("loss", "dH", "dW")]),
+                *("" if error is None or k not in error else f"{error[k]:.1e}" for k in ("loss", "dH", "dW")),
+                *(f"{rounding[k]:.2f}" if rounding else "" for k in ("dH", "dW")),
+                f"{required / s['median'] / 1e12:.3g}", str(row.get("launches", "")),
             ]
         )  # fmt: skip
     _common.print_table(
-        ["", "work", "ms", "[p20, p80]", "x floor", "extra MiB", "of eager", "loss err", "dH err", "dW err"], rows
-    )
+        [
+            "", "work", "ms", "[p20, p80]", "x floor", "extra MiB", "of eager", "loss err", "dH err", "dW err",
+            "dH x round", "dW x round", "TFLOP/s", "launches",
+        ],
+        rows,
+    )  # fmt: skip
     for name, row in results.items():
         if "absent" in row:
             print(f"{name}: absent: {row['absent']}")
@@ -179,11 +212,14 @@ def main() -> None:
     parser.add_argument("--v", type=int, default=49152, help="vocabulary")
     parser.add_argument("--sequences", type=int, default=8, help="sequences that the tokens belong to")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
-    parser.add_argument("--loss", choices=["policy", "guide"], default="policy")
+    parser.add_argument("--loss", choices=["policy", "guide", "ce"], default="policy")
+    parser.add_argument("--peaked", action="store_true", help="probabilities of a trained model on its own samples")
+    parser.add_argument("--forward", action="store_true", help="the forward pass only")
+    parser.add_argument("--name", default="loss", help="name of the result files")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's own)")
-    parser.add_argument("--out", type=Path, help="folder for loss.json and loss.png (default: bench/results/<device>)")
+    parser.add_argument("--out", type=Path, help="folder for the JSON and the plot (default: bench/results/<device>)")
     args = parser.parse_args()
     if args.n % args.sequences:
         parser.error(f"--n {args.n}: expected a multiple of --sequences ({args.sequences})")
@@ -191,24 +227,29 @@ def main() -> None:
         torch.set_num_threads(args.threads)
     problem = Problem.random(
         args.n, args.d, args.v, sequences=args.sequences, loss=args.loss, dtype=getattr(torch, args.dtype),
-        device=args.device,
+        device=args.device, peaked=args.peaked,
     )  # fmt: skip
+    problem.forward_only = args.forward
     where = _common.environment(args.device)
-    title = f"{args.loss} loss, N={args.n} D={args.d} V={args.v} {args.dtype}, {where['device']}"
+    kind = f"{args.loss} loss{' forward' * args.forward}{', peaked' * args.peaked}"
+    title = f"{kind}, N={args.n} D={args.d} V={args.v} {args.dtype}, {where['device']}"
     print(f"{title}, {where['threads']} threads, torch {where['torch']}")
     results = measure(problem, args.device, args.rounds, args.warmup)
-    show(results)
+    show(results, (2 if args.forward else 6) * args.n * args.d * args.v)
     at_bar_shape = args.device == "cpu" and all(getattr(args, k) == v for k, v in BAR_SHAPE.items())
     met = bars(results) if at_bar_shape else {}
     for bar, yes in met.items():
         print(f"{'met    ' if yes else 'NOT met'} {OURS}: {bar}")
     folder = args.out or _common.ROOT / "results" / args.device
-    setting = {k: getattr(args, k) for k in ("n", "d", "v", "sequences", "dtype", "loss", "rounds", "warmup")}
+    setting = {
+        k: getattr(args, k)
+        for k in ("n", "d", "v", "sequences", "dtype", "loss", "peaked", "forward", "rounds", "warmup")
+    }
     _common.write_results(
-        folder / "loss.json", {"setting": setting, "environment": where, "bars": met, "results": results}
+        folder / f"{args.name}.json", {"setting": setting, "environment": where, "bars": met, "results": results}
     )
-    plot(results, title, folder / "loss.png")
-    print(f"wrote {folder}/loss.json and loss.png")
+    plot(results, title, folder / f"{args.name}.png")
+    print(f"wrote {folder}/{args.name}.json and {args.name}.png")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-Step = Callable[[], tuple[Tensor | None, Tensor, Tensor]]
+Step = Callable[[], tuple[Tensor | None, Tensor | None, Tensor | None]]
 CLIP_LOW, CLIP_HIGH, GAMMA = 0.2, 0.28, 0.1
 
 
@@ -23,25 +23,36 @@ class Absent(Exception):
 
 @dataclass
 class Problem:
-    """Equal sequences of N tokens in all: hidden [N, D], weight [V, D], target [N], advantage [sequences]."""
+    """Equal sequences of N tokens in all: hidden [N, D], weight [V, D], target [N], advantage [sequences].
+
+    loss: "policy", "guide", or "ce": the mean cross-entropy, all that some peers can do; its gradient is the policy
+    loss's with every advantage 1. forward_only: no gradients are wanted.
+    """
 
     hidden: Tensor
     weight: Tensor
     target: Tensor
     advantage: Tensor
     loss: str
+    forward_only: bool = False
 
     @staticmethod
-    def random(n: int, d: int, v: int, *, sequences: int, loss: str, dtype: torch.dtype, device: str) -> Problem:
-        """Hidden states of unit scale and a head whose log-probs spread like a language model's; fixed seed."""
+    def random(
+        n: int, d: int, v: int, *, sequences: int, loss: str, dtype: torch.dtype, device: str, peaked: bool = False
+    ) -> Problem:
+        """Hidden states of unit scale and a head whose log-probs spread like a language model's; fixed seed.
+
+        peaked: like a trained model on its own samples, nine tokens of ten at probabilities from 0.5 to 1.
+        """
         g = torch.Generator().manual_seed(0)
         hidden = torch.randn(n, d, generator=g)
         weight = torch.randn(v, d, generator=g) * (2.0 / d**0.5)
         target = torch.randint(0, v, (n,), generator=g)
         # Half of the tokens are what the model itself would say: their log-probs are near 0.
-        likely = torch.arange(n) % 2 == 0
-        hidden[likely] = hidden[likely] * 0.5 + weight[target[likely]] * 3.0
-        advantage = torch.randn(sequences, generator=g)
+        likely = torch.arange(n) % 10 > 0 if peaked else torch.arange(n) % 2 == 0
+        push = 3.0 + 3.0 * torch.rand(n, 1, generator=g)[likely] if peaked else 3.0
+        hidden[likely] = hidden[likely] * 0.5 + weight[target[likely]] * push
+        advantage = torch.ones(sequences) if loss == "ce" else torch.randn(sequences, generator=g)
         return Problem(
             hidden.to(device, dtype), weight.to(device, dtype), target.to(device), advantage.to(device), loss
         )
@@ -61,10 +72,19 @@ class Problem:
         return torch.full((self.n,), 1.0 / self.n, device=self.hidden.device)
 
     def leaves(self) -> tuple[Tensor, Tensor]:
-        return self.hidden.detach().requires_grad_(), self.weight.detach().requires_grad_()
+        wanted = not self.forward_only
+        return self.hidden.detach().requires_grad_(wanted), self.weight.detach().requires_grad_(wanted)
+
+    def gradients(self, loss: Tensor, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """(loss, dH, dW); the gradients None if only the forward pass is measured."""
+        if not self.forward_only:
+            loss.backward()
+        return loss.detach(), hidden.grad, weight.grad
 
     def loss_of(self, logprob: Tensor) -> Tensor:
         """From log-probs, in plain torch: what a trainer writes around eager logits or a log-prob kernel."""
+        if self.loss == "ce":
+            return -logprob.mean()
         if self.loss == "guide":
             return -(torch.sigmoid(logprob - torch.tensor(GAMMA).log())).log().mean()
         advantage = self.token_advantage()
@@ -81,6 +101,8 @@ def three_products(problem: Problem) -> Step:
 
     def step():
         torch.mm(hidden, weight.T, out=z)
+        if problem.forward_only:
+            return None, None, None
         torch.mm(z, weight, out=dh)
         torch.mm(z.T, hidden, out=dw)
         return None, dh, dw
@@ -97,8 +119,7 @@ def eager(problem: Problem) -> Step:
         logprob = log_p.gather(1, problem.target[:, None]).squeeze(1)
         del log_p
         loss = problem.loss_of(logprob)
-        loss.backward()
-        return loss.detach(), hidden.grad, weight.grad
+        return problem.gradients(loss, hidden, weight)
 
     return step
 
@@ -120,11 +141,13 @@ def ours(backend: str) -> Callable[[Problem], Step]:
             if problem.loss == "guide":
                 loss = rise_kernels.linear_guide_loss(*args, gamma=GAMMA, backend=backend).loss
             else:
-                loss = rise_kernels.linear_policy_loss(
+                out = rise_kernels.linear_policy_loss(
                     *args, advantage, clip_low=CLIP_LOW, clip_high=CLIP_HIGH, backend=backend
-                ).loss
-            loss.backward()
-            return loss.detach(), hidden.grad, weight.grad
+                )
+                loss = out.loss
+                if problem.loss == "ce":  # the same gradient, but the value at ratio 1 is minus the mean advantage
+                    loss = loss - loss.detach() - out.logprob.mean()
+            return problem.gradients(loss, hidden, weight)
 
         return step
 
@@ -141,8 +164,7 @@ def ours_logprob(backend: str) -> Callable[[Problem], Step]:
             hidden, weight = problem.leaves()
             stats = rise_kernels.linear_logprob(hidden, weight, problem.target, backend=backend)
             loss = problem.loss_of(stats.logprob)
-            loss.backward()
-            return loss.detach(), hidden.grad, weight.grad
+            return problem.gradients(loss, hidden, weight)
 
         return step
 
@@ -158,7 +180,7 @@ def liger_grpo(compiled: bool) -> Callable[[Problem], Step]:
         except ImportError as error:
             raise Absent(f"liger-kernel is not installed ({error})") from error
         if problem.loss != "policy":
-            raise Absent("Liger has no guide loss")
+            raise Absent(f"Liger's GRPO loss is not the {problem.loss} loss")
         loss_fn = LigerFusedLinearGRPOLoss(
             beta=0.0, compiled=compiled, use_ref_model=False, epsilon_low=CLIP_LOW, epsilon_high=CLIP_HIGH,
             loss_type="dapo",
@@ -169,8 +191,7 @@ def liger_grpo(compiled: bool) -> Callable[[Problem], Step]:
         def step():
             hidden, weight = problem.leaves()
             loss, _ = loss_fn(hidden.view(*shape, -1), weight, target, mask, problem.advantage)
-            loss.backward()
-            return loss.detach(), hidden.grad, weight.grad
+            return problem.gradients(loss, hidden, weight)
 
         return step
 
@@ -191,8 +212,7 @@ def trl_logprob(problem: Problem) -> Step:
             hidden, weight, None, problem.target, 1.0, _CHUNKED_LOGPROB_CHUNK_SIZE, None, 1.0, ()
         )
         loss = problem.loss_of(logprob)
-        loss.backward()
-        return loss.detach(), hidden.grad, weight.grad
+        return problem.gradients(loss, hidden, weight)
 
     return step
 
@@ -212,6 +232,8 @@ PROVIDERS = (
     Provider(FLOOR, three_products, 6),
     Provider(OURS, ours("chunked"), 6),
     Provider("rise chunked logprob", ours_logprob("chunked"), 8),
+    Provider("rise triton", ours("triton"), 6, ("cuda",)),
+    Provider("rise triton logprob", ours_logprob("triton"), 8, ("cuda",)),
     Provider("rise reference", ours("reference"), 6),
     Provider(EAGER, eager, 6),
     Provider("liger grpo", liger_grpo(compiled=False), 8),

@@ -178,7 +178,8 @@ def source(job: Job) -> ASTSource:
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(function.arg_names)
-        if signature[name].startswith("*") or name in _MULTIPLES_OF_16
+        if (signature[name].startswith("*") and name not in function.do_not_specialize_on_alignment)
+        or name in _MULTIPLES_OF_16
     }
     return ASTSource(function, signature, constants, aligned)
 

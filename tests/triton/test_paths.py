@@ -107,3 +107,25 @@ def test_offsets_beyond_32_bits():
     expected = 0.5 * torch.arange(n)[:, None].expand(n, vocab).clone()
     expected[torch.arange(n), target] = 3.0
     assert torch.equal(workspace.float(), expected)
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_real_shape(dtype):
+    """On a GPU Qwen3-4B's head with the configurations that training uses; on the interpreter a small one."""
+    n, d, v = (300, 2560, 151_936) if DEVICE == "cuda" else (33, 96, 1000)
+    g = torch.Generator().manual_seed(0)
+    hidden = torch.randn(n, d, generator=g).to(DEVICE, dtype)
+    weight = (torch.randn(v, d, generator=g) / d**0.5).to(DEVICE, dtype)
+    target = torch.randint(0, v, (n,), generator=g).to(DEVICE)
+    h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    out = rise_kernels.linear_guide_loss(h, w, target, torch.full((n,), 1.0 / n, device=DEVICE), backend="triton")
+    out.loss.backward()
+
+    exact_h, exact_w = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    logprob = torch.log_softmax(exact_h @ exact_w.T, -1).gather(1, target[:, None])[:, 0]
+    (torch.log(logprob.exp() + 0.1) - logprob).mean().backward()
+    torch.testing.assert_close(out.logprob.double(), logprob.detach(), rtol=0, atol=2e-5)
+    tolerance = 1e-4 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
+    for found, exact in ((h.grad, exact_h.grad), (w.grad, exact_w.grad)):
+        assert (found.double() - exact).abs().max() <= tolerance * exact.abs().max()

@@ -25,7 +25,7 @@ from .products import Slab, add_hidden_grad, add_weight_grad, padded
 class _Accumulator:
     """dH, dW and db of a call. dW and db are float32; dH has hidden's type and is added up in float32."""
 
-    def __init__(self, kernels: Kernels, needs: Needs, *, n_grad: int, one_slab: bool):
+    def __init__(self, kernels: Kernels, needs: Needs, *, n_grad: int):
         n, device = kernels.head.hidden.shape[0], kernels.device
         make = torch.empty if n_grad else torch.zeros
         self.hidden = make(n, kernels.depth, dtype=kernels.dtype, device=device) if needs.hidden else None
@@ -33,7 +33,7 @@ class _Accumulator:
             self.hidden[n_grad:] = 0
         self.weight = make(kernels.vocab, kernels.depth, device=device) if needs.weight else None
         self.bias = torch.zeros(kernels.vocab, device=device) if needs.bias else None
-        self.direct = kernels.dtype == torch.float32 or (one_slab and device.type == "cuda")
+        self.direct = kernels.dtype == torch.float32
         self.alpha = 1.0 / kernels.grad_scale
 
     def begin(self, part: slice) -> None:
@@ -92,11 +92,10 @@ class TritonBackend:
             rows = rows.map(Tensor.contiguous)
             stats, losses = _empty_stats(kernels, with_entropy), _empty_losses(rows, n, device)
             size, slab_bytes = kernels.slab_plan(options.budget // 4)
-            grads = _Accumulator(kernels, needs, n_grad=n_grad, one_slab=size == kernels.vocab)
+            grads = _Accumulator(kernels, needs, n_grad=n_grad)
             budget = options.budget - slab_bytes - kernels.cast_bytes - (4 * size if needs.bias else 0)
-            per_row = kernels.row_bytes(with_entropy) + padded(kernels.vocab, kernels.storage.itemsize) * (
-                kernels.storage.itemsize
-            )
+            itemsize = kernels.storage.itemsize
+            per_row = kernels.row_bytes(with_entropy) + padded(kernels.vocab, itemsize) * itemsize
             per_row += 0 if grads.direct or not needs.hidden else 4 * kernels.depth
             step = chunk_rows(n_grad, budget, per_row, depth=kernels.depth, multiprocessors=kernels.programs)
             parts = chunks(0, n_grad, step)
@@ -145,7 +144,7 @@ class TritonBackend:
             n = head.hidden.shape[0]
             own, other, tilt = _upstream(stats, grad_logprob, grad_logsumexp, grad_entropy, kernels.grad_scale)
             step, size = _backward_plan(kernels, needs, options.budget)
-            grads = _Accumulator(kernels, needs, n_grad=n, one_slab=size == kernels.vocab)
+            grads = _Accumulator(kernels, needs, n_grad=n)
             workspace = kernels.workspace(step, size)
             for part in chunks(0, n, step):
                 hidden, target = kernels.hidden(part), kernels.target[part]

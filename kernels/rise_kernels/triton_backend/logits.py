@@ -129,7 +129,10 @@ def _exponentials(z, offset, WITH_ENTROPY: tl.constexpr):
     key=["vocab", "depth", "STORE", "WITH_ENTROPY", "STORAGE", "DESCRIPTORS"],
     prune_configs_by={"early_config_prune": matching_configs},
 )
-@triton.jit(do_not_specialize=["n_rows", "n_cols", "first_col"])
+@triton.jit(
+    do_not_specialize=["n_rows", "n_cols", "first_col"],
+    do_not_specialize_on_alignment=["target", "tile_offset", "tile_sum", "tile_slope", "target_logit"],
+)
 def forward_kernel(
     hidden, weight, bias, target, workspace, tile_offset, tile_sum, tile_slope, target_logit,
     n_rows, n_cols, first_col, vocab, depth, hidden_stride, weight_stride, workspace_stride,
@@ -217,7 +220,10 @@ def _dlogits(z, slope, near, logsumexp, entropy, own, spread, tilt, HAS_TILT: tl
     key=["vocab", "depth", "HAS_TILT", "STORAGE", "DESCRIPTORS"],
     prune_configs_by={"early_config_prune": matching_configs},
 )
-@triton.jit(do_not_specialize=["n_rows", "n_cols", "first_col"])
+@triton.jit(
+    do_not_specialize=["n_rows", "n_cols", "first_col"],
+    do_not_specialize_on_alignment=["target", "logsumexp", "entropy", "own_grad", "other_grad", "grad_entropy"],
+)
 def backward_kernel(
     hidden, weight, bias, target, workspace, logsumexp, entropy, own_grad, other_grad, grad_entropy,
     n_rows, n_cols, first_col, vocab, depth, hidden_stride, weight_stride, workspace_stride,

@@ -53,11 +53,10 @@ def slabs(weight: Tensor, dtype: torch.dtype, size: int) -> Iterator[Slab]:
 
 
 def add_product(out: Tensor, a: Tensor, b: Tensor, *, first: bool, alpha: float) -> None:
-    """out (+)= alpha a @ b, accumulated in float32; = for the first. out: float32, or on CUDA a's type."""
+    """out (+)= alpha a @ b; = for the first. out float32, a and b of one type."""
     beta = 0 if first else 1
-    if a.is_cuda:
-        mixed = {} if out.dtype == a.dtype else {"out_dtype": out.dtype}
-        torch.addmm(out, a, b, **mixed, beta=beta, alpha=alpha, out=out)
+    if a.is_cuda and a.dtype != torch.float32:
+        torch.addmm(out, a, b, out_dtype=torch.float32, beta=beta, alpha=alpha, out=out)
     else:
         torch.addmm(out, a.float(), b.float(), beta=beta, alpha=alpha, out=out)
 

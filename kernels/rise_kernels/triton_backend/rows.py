@@ -9,6 +9,15 @@ from .elementary import LN2, LOG2E, log1p_unit, to_storage
 from .row_losses import guide_loss, importance_factor, kl_estimate, surrogate
 
 
+# Chunks begin at any row, so no variant is compiled for vectors that happen to be aligned.
+_STATISTICS = ["tile_offset", "tile_sum", "tile_slope", "target_logit", "logprob_out", "logsumexp_out", "entropy_out"]
+_LOSSES = [
+    "token_weight", "is_guide", "advantage", "old_logprob", "ref_logprob", "behaviour_logprob", "scale",
+    "loss_out", "dloss_out", "ratio_out", "clipped_out", "support_out", "kl_out", "own_grad_out", "other_grad_out",
+]  # fmt: skip
+_DLOGITS = ["tile_offset", "target", "logprob", "logsumexp", "own_grad", "other_grad"]
+
+
 @triton.jit
 def _row_statistics(
     tile_offset, tile_sum, tile_slope, target_logit, row, inside, n_rows, n_tiles,
@@ -49,7 +58,7 @@ def _row_statistics(
     return logprob, (highest + log2_total) * LN2, entropy, rest / total
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_tiles"])
+@triton.jit(do_not_specialize=["n_rows", "n_tiles"], do_not_specialize_on_alignment=_STATISTICS)
 def statistics_kernel(
     tile_offset, tile_sum, tile_slope, target_logit, logprob_out, logsumexp_out, entropy_out, n_rows, n_tiles,
     WITH_ENTROPY: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_TILES: tl.constexpr,
@@ -67,7 +76,7 @@ def statistics_kernel(
         tl.store(entropy_out + row, entropy, mask=inside)
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_tiles"])
+@triton.jit(do_not_specialize=["n_rows", "n_tiles"], do_not_specialize_on_alignment=_STATISTICS + _LOSSES)
 def loss_kernel(
     tile_offset, tile_sum, tile_slope, target_logit, logprob_out, logsumexp_out, entropy_out, n_rows, n_tiles,
     token_weight, is_guide, advantage, old_logprob, ref_logprob, behaviour_logprob, scale,
@@ -128,7 +137,7 @@ def loss_kernel(
     tl.store(other_grad_out + row, -coefficient, mask=inside)
 
 
-@triton.jit(do_not_specialize=["n_rows"])
+@triton.jit(do_not_specialize=["n_rows"], do_not_specialize_on_alignment=_DLOGITS)
 def dlogits_kernel(
     workspace, stride, tile_offset, target, logprob, logsumexp, own_grad, other_grad,
     n_rows, vocab, temperature, softcap,
