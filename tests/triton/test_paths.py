@@ -125,7 +125,8 @@ def test_a_real_shape(dtype):
     exact_h, exact_w = hidden.double().requires_grad_(), weight.double().requires_grad_()
     logprob = torch.log_softmax(exact_h @ exact_w.T, -1).gather(1, target[:, None])[:, 0]
     (torch.log(logprob.exp() + 0.1) - logprob).mean().backward()
-    torch.testing.assert_close(out.logprob.double(), logprob.detach(), rtol=0, atol=2e-5)
+    atol = 2e-5 if dtype == torch.float32 else 1e-4  # matrix instructions add up with truncation
+    torch.testing.assert_close(out.logprob.double(), logprob.detach(), rtol=0, atol=atol)
     tolerance = 1e-4 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
     for found, exact in ((h.grad, exact_h.grad), (w.grad, exact_w.grad)):
         assert (found.double() - exact).abs().max() <= tolerance * exact.abs().max()

@@ -8,7 +8,6 @@ import triton.language as tl
 from .elementary import LN2, LOG2E, log1p_unit, to_storage
 from .row_losses import guide_loss, importance_factor, kl_estimate, surrogate
 
-
 # Chunks begin at any row, so no variant is compiled for vectors that happen to be aligned.
 _STATISTICS = ["tile_offset", "tile_sum", "tile_slope", "target_logit", "logprob_out", "logsumexp_out", "entropy_out"]
 _LOSSES = [
