@@ -32,7 +32,6 @@ from .triton_backend.rows import dlogits_kernel, loss_kernel, statistics_kernel
 from .triton_backend.tiles import TILES, Tile
 
 ARCHITECTURES = (80, 90, 100)
-SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes a program may have (A100, H100, B200)
 _TL = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16}
 _INTEGERS = ("n_rows", "n_cols", "n_tiles", "first_col", "vocab", "depth")
 _FLOATS = (

@@ -17,14 +17,20 @@ N, D, V = 96, 64, 1500
 
 
 def inputs(kind, dtype):
-    """Hidden states, head, targets. peaked: like a trained model's, most targets near p = 1 and one entry far ahead in
-    the others; flat: all entries near 1 / V."""
+    """Hidden states, head, targets.
+
+    flat: all entries near 1 / V. peaked: like a trained model's, most targets near p = 1 and one entry far ahead in the
+    others. skewed: one entry, never the target, e^14 to e^18 ahead of its whole tile.
+    """
     g = torch.Generator().manual_seed(0)
     hidden = torch.randn(N, D, generator=g)
     weight = torch.randn(V, D, generator=g) / D**0.5
     target = torch.randint(0, V, (N,), generator=g)
     if kind == "flat":
         weight *= 0.3
+    elif kind == "skewed":
+        target = 300 + target % (V - 300)
+        hidden = hidden * 0.3 + weight[7] / weight[7].square().sum() * (14 + 4 * torch.rand(N, 1, generator=g))
     else:
         favourite = torch.where(torch.arange(N) % 3 > 0, target, torch.randint(0, V, (N,), generator=g))
         hidden = hidden + weight[favourite] * (12 + 6 * torch.rand(N, 1, generator=g))
@@ -61,7 +67,7 @@ def worst_row_error(found, exact):
 
 @pytest.mark.device
 @pytest.mark.parametrize("op", ["guide loss", "log-prob"])
-@pytest.mark.parametrize("kind", ["flat", "peaked"])
+@pytest.mark.parametrize("kind", ["flat", "peaked", "skewed"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradient_error(monkeypatch, dtype, kind, op):
     hidden, weight, target = inputs(kind, dtype)

@@ -31,6 +31,17 @@ def test_descriptors_and_pointers(monkeypatch, descriptors, dtype, d, v):
 
 
 @interpreted
+@pytest.mark.parametrize(
+    "v", [1, 17, 1000, 49_152, *(pytest.param(v, marks=pytest.mark.slow) for v in (128_256, 151_936))]
+)
+def test_vocabularies(v):
+    """Those of SmolLM2, Llama 3 and Qwen3, and small ones; the target in the last, ragged tile."""
+    case = random_case(3, 20, v, kind="guide", spread=3.0)
+    case.target[:2] = v - 1
+    assert_matches(case, "triton")
+
+
+@interpreted
 @pytest.mark.parametrize("descriptors", [True, False])
 def test_chunks_and_slabs(monkeypatch, descriptors):
     """Several chunks of rows and, since the weight must be copied, several slabs of the vocabulary."""

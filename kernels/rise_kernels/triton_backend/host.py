@@ -91,13 +91,8 @@ class TritonBackend:
             n, device = head.hidden.shape[0], kernels.device
             rows = rows.map(Tensor.contiguous)
             stats, losses = _empty_stats(kernels, with_entropy), _empty_losses(rows, n, device)
-            size, slab_bytes = kernels.slab_plan(options.budget // 4)
             grads = _Accumulator(kernels, needs, n_grad=n_grad)
-            budget = options.budget - slab_bytes - kernels.cast_bytes - (4 * size if needs.bias else 0)
-            itemsize = kernels.storage.itemsize
-            per_row = kernels.row_bytes(with_entropy) + padded(kernels.vocab, itemsize) * itemsize
-            per_row += 0 if grads.direct or not needs.hidden else 4 * kernels.depth
-            step = chunk_rows(n_grad, budget, per_row, depth=kernels.depth, multiprocessors=kernels.programs)
+            step, size = _fused_plan(kernels, needs, options.budget, n_grad, with_entropy)
             parts = chunks(0, n_grad, step)
             if parts:
                 workspace = kernels.workspace(step, kernels.vocab)
@@ -224,10 +219,21 @@ def _upstream(
     return own.mul_(scale).contiguous(), other.mul_(scale).contiguous(), grad_entropy
 
 
+def _fused_plan(kernels: Kernels, needs: Needs, budget: int, n_grad: int, with_entropy: bool) -> tuple[int, int]:
+    """(rows per chunk, vocabulary entries per slab): a chunk holds its whole [rows, V] of exponentials."""
+    size, slab_bytes = kernels.slab_plan(budget // 4)
+    itemsize = kernels.storage.itemsize
+    per_row = (
+        kernels.row_bytes(with_entropy) + padded(kernels.vocab, itemsize) * itemsize + kernels.partial_bytes(needs)
+    )
+    left = budget - slab_bytes - kernels.cast_bytes - 4 * size * needs.bias
+    return chunk_rows(n_grad, left, per_row, depth=kernels.depth, multiprocessors=kernels.programs), size
+
+
 def _backward_plan(kernels: Kernels, needs: Needs, budget: int) -> tuple[int, int]:
     """(rows per chunk, vocabulary entries per slab): all rows at once where they fit, so that dW is written once."""
     itemsize = kernels.storage.itemsize
-    per_row = kernels.row_bytes(False) + 4 * kernels.depth * (needs.hidden and kernels.dtype != torch.float32)
+    per_row = kernels.row_bytes(False) + kernels.partial_bytes(needs)
     per_entry = (0 if kernels.weight_ready else kernels.weight_row_bytes) + 4 * needs.bias
     budget -= kernels.cast_bytes
     n = kernels.head.hidden.shape[0]

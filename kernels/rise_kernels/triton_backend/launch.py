@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..backend import LinearHead
+from ..backend import LinearHead, Needs
 from ..token_losses import LossSpec, TokenLosses, TokenRows
 from .logits import backward_kernel, forward_kernel
 from .plan import slab_size
@@ -71,6 +71,10 @@ class Kernels:
         """What a row of a chunk holds: statistics, vectors, and copies of its hidden state."""
         copy = 0 if self.hidden_ready else self.weight_row_bytes
         return 4 * self.tiles * (2 + with_entropy) + _ROW_VECTORS + copy + self._cast_row_bytes
+
+    def partial_bytes(self, needs: Needs) -> int:
+        """What a row of a chunk holds of dH in float32, before it is rounded to a 16-bit type."""
+        return 4 * self.depth if needs.hidden and self.dtype != torch.float32 else 0
 
     def hidden(self, part: slice) -> Tensor:
         return ready(self.head.hidden[part], self.dtype)
