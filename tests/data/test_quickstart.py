@@ -118,10 +118,20 @@ BAD = {
 }
 
 
+RECITED = "talking about the request instead of answering it"
+
+
+def negative_verdicts(example, response):
+    grade = RuleGrader().grade([GradeItem("u", example.messages, response, example.rubric.criteria)])[0]
+    return {c.text: v for c, v in zip(example.rubric.criteria, grade) if c.weight < 0}
+
+
 def test_things_to_avoid_take_reward_away(splits):
-    topics = by_topic(splits["train"])
-    assert {t for t, (e, *_) in topics.items() if any(c.weight < 0 for c in e.rubric.criteria)} == set(BAD)
-    for topic, response in BAD.items():
-        example = topics[topic][0]
-        grade = RuleGrader().grade([GradeItem("u", example.messages, response, example.rubric.criteria)])[0]
-        assert [v for c, v in zip(example.rubric.criteria, grade) if c.weight < 0] == [1.0], topic
+    for topic, (example, *_) in by_topic(splits["train"]).items():
+        avoided = {c.text for c in example.rubric.criteria if c.weight < 0}
+        assert RECITED in avoided
+        assert len(avoided) == (2 if topic in BAD else 1)
+        if topic in BAD:
+            assert negative_verdicts(example, BAD[topic]) == {t: float(t != RECITED) for t in avoided}
+        recited = "In your answer, pay attention to the following: be brief"
+        assert negative_verdicts(example, recited)[RECITED] == 1.0
