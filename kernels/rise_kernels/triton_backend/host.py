@@ -179,7 +179,8 @@ def _empty_stats(kernels: Kernels, with_entropy: bool) -> RowStats:
 
 
 def _empty_losses(rows: TokenRows, n: int, device: torch.device) -> TokenLosses:
-    loss, dloss, ratio, support, *kl = torch.empty(4 + (rows.ref_logprob is not None), n, device=device).unbind()
+    has_kl = rows.advantage is not None and rows.ref_logprob is not None
+    loss, dloss, ratio, support, *kl = torch.empty(4 + has_kl, n, device=device).unbind()
     clipped = torch.empty(n, dtype=torch.bool, device=device)
     return TokenLosses(loss, dloss, ratio, clipped, support, kl[0] if kl else None)
 
