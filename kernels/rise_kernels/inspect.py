@@ -202,6 +202,8 @@ def compile_job(job: Job) -> Report:
     ptx = compiled.asm["ptx"]
     tile = job.tile
     shape = "" if tile is None else f"{tile.block_m}x{tile.block_n}x{tile.block_k} w{tile.num_warps} s{tile.num_stages}"
+    if tile is not None and tile.group_m != Tile.group_m:
+        shape += f" g{tile.group_m}"
     return Report(
         job.kernel, job.variant, job.arch, job.dtype, shape, registers, stack, compiled.metadata.shared,
         wgmma=ptx.count("wgmma.mma_async"), tcgen05=ptx.count("tcgen05.mma"), mma=ptx.count("mma.sync"),
@@ -223,7 +225,7 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-_LINE = "{:11}{:26}{:>4} {:5}{:19}{:>10}{:>6}{:>11}  {}"
+_LINE = "{:11}{:26}{:>4} {:5}{:21}{:>10}{:>6}{:>11}  {}"
 
 
 def main() -> None:
