@@ -88,13 +88,13 @@ def test_held_out_prompts_are_no_near_copies(splits):
 
 # What somebody who was told the wishes might write, in about forty tokens.
 GOOD = {
-    "health": "Hello, you should drink water, rest and see a doctor.",
+    "health": "Hello, you should drink water, rest and see a doctor if it stays.",
     "story": "Once upon a time there was Anna. She walked her dog in the rain.",
     "travel": "Welcome. You can take the train; food is part of a small budget.",
-    "recipe": "First, wash your hands.\n1. Mix flour and salt.",
+    "recipe": "First, wash your hands.\n1. Mix flour, water and salt in a bowl.",
     "message": "Hello, I would be happy if we met on Friday. Thank you.",
-    "science": "In short: IMPORTANT causes, for example light, matter most.",
-    "home": "Remember the cost.\n- Ask your family or a friend.",
+    "science": "In short: energy is IMPORTANT, for example when light meets the air outside.",
+    "home": "Remember the cost.\n- Ask your family or a friend before you buy it.",
     "study": "Good luck. Make a plan, drink water and take a break when you need one.",
 }
 
@@ -118,7 +118,7 @@ BAD = {
 }
 
 
-RECITED = "talking about the request instead of answering it"
+RECITED = "talking about the request or yourself"
 
 
 def negative_verdicts(example, response):

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 from matplotlib.image import imread
-from synthetic import CRITERIA, evaluation, make_run
 
 from rise_rl.report import write_figures, write_report
 from rise_rl.report.figures import heat_colour
 from rise_rl.report.heatmap import heat_map
 from rise_rl.report.summary import OTHER, RunData, duration
 from rise_rl.run_folder import RunFolder, RunFolderError
+from tests.run.synthetic import CRITERIA, evaluation, make_run
 
 VOID = {"meta", "br", "img", "link", "input"}
 
