@@ -72,11 +72,12 @@ def train(
             return
         from .launch import Interrupted, run_training
 
+        again = shlex.join([sys.argv[0], "train", str(config), *(overrides or []), "--resume"])
         try:
             folder = run_training(loaded, resume=resume, console=console)
         except (Interrupted, KeyboardInterrupt) as stop:
-            command = shlex.join(["rise-rl", "train", str(config), *(overrides or []), "--resume"])
-            say(f"stopped; go on with:  {command}")
+            if (Path(loaded.output) / loaded.name / "config.yaml").exists():
+                say(f"stopped; go on with:  {again}")
             raise typer.Exit(130) from stop
         from .report import write_report
 
@@ -111,7 +112,9 @@ def plateau(run: RunPath) -> None:
         rule = load_config(run / "config.yaml").guidance.plateau
         gaps = [line["gap/raw"] for line in RunFolder(run).metrics()]
         step = rule.switch_step(gaps)
-        if step is None:
+        if all(gap is None for gap in gaps):
+            say(f"no reward gap in {len(gaps)} steps: the run had no guided answers")
+        elif step is None:
             say(f"no plateau in {len(gaps)} steps: the gap is still moving, or the run is too short")
         else:
             say(f"s_switch: {step}  (guidance.remove_at={step})")
@@ -159,9 +162,11 @@ def evaluate(
         record = evaluate_model(load_config(config, changes), console)
         if output:
             output.write_text(json.dumps(record, indent=2), encoding="utf-8")
-        table = Table("criterion", "weight", "failures", "samples", title=f"reward {record['reward/mean']:.4f}")
+        table = Table(
+            "criterion", "weight", "failures", "samples", title=f"reward {number(record['reward/mean'], '.4f')}"
+        )
         for row in record["criteria"][:40]:
-            table.add_row(row["text"], f"{row['weight']:g}", f"{row['failures']:g}", str(row["samples"]))
+            table.add_row(escape(row["text"]), f"{row['weight']:g}", f"{row['failures']:g}", str(row["samples"]))
         console.print(table)
 
 

@@ -56,7 +56,12 @@ class DataConfig(Section):
 class GrpoConfig(Section):
     prompts_per_step: Positive = Field(64, description="Prompts of one optimizer step.")
     group_size: int = Field(8, ge=2, description="Natural rollouts per prompt (G).")
-    clip_low: float = Field(0.2, gt=0, lt=1, description="Lower clip: ratios below 1 - clip_low stop pushing.")
+    clip_low: float = Field(
+        0.2,
+        gt=0,
+        lt=1,
+        description="Lower clip: ratios below 1 - clip_low stop pushing. With one update per batch every ratio is 1.",
+    )
     clip_high: float = Field(0.28, gt=0, description="Upper clip: ratios above 1 + clip_high stop pushing.")
     dual_clip: float | None = Field(None, gt=1, description="Dual clip for negative advantages; off when null.")
     aggregation: Aggregation = Field("token-mean", description="How token losses are averaged over the step.")
@@ -100,8 +105,11 @@ class RolloutConfig(Section):
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; below 1 is refused in training.")
     top_k: int = Field(0, ge=0, description="Top-k sampling; above 0 is refused in training.")
     max_rows: Positive = Field(64, description="Answers decoded together by the transformers engine.")
-    parity_tolerance: float = Field(
-        1e-3, gt=0, description="Largest log-prob difference allowed between rollout engine and trainer."
+    parity_tolerance: float | None = Field(
+        None,
+        gt=0,
+        description="Largest log-prob difference in nats allowed between rollout engine and trainer. null: 1e-3 in "
+        "float32, 0.3 in bfloat16, whose logits are rounded to about 1 part in 256.",
     )
 
     @model_validator(mode="after")

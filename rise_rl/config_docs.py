@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, get_args
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
@@ -24,10 +25,21 @@ def nested_model(annotation: Any) -> type[BaseModel] | None:
 
 
 def type_name(annotation: Any) -> str:
-    text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
-    for noise in ("typing.", "NoneType"):
-        text = text.replace(noise, "" if noise == "typing." else "null")
-    return text.split(", FieldInfo")[0].replace("Annotated[", "").replace(" | None", " or null").replace("|", "or")
+    """The type as a person would write it: choices by name, "or null" for optional, "list of" for tuples."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if annotation is type(None):
+        return "null"
+    if origin is Annotated:
+        return type_name(arguments[0])
+    if origin is Literal:
+        return ", ".join(f"`{choice}`" for choice in arguments)
+    if origin in (Union, UnionType):
+        return " or ".join(type_name(a) for a in arguments)
+    if origin is tuple:
+        return f"list of {type_name(arguments[0])}"
+    if origin is dict:
+        return "mapping"
+    return annotation.__name__
 
 
 def default_text(field: Any) -> str:

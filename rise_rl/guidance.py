@@ -22,16 +22,16 @@ SECRECY_WISH = "Do not mention these points themselves in the answer."
 def priorities(rubric: Rubric, verdicts: Sequence[Sequence[VerdictLike]]) -> list[float]:
     """p_k = w_k * misses of criterion k over the natural rollouts (eq. 4); for w_k < 0, |w_k| * times it was met.
 
-    verdicts: one list per natural rollout, one verdict per criterion. A graded verdict z misses by 1 - z; an unknown
-    verdict counts neither way.
+    verdicts: one list per natural rollout, one verdict per criterion. A graded verdict z misses by 1 - z. A rollout
+    with an unknown verdict is ungraded and counts nowhere.
     """
     missed = [0.0] * len(rubric)
     for row in verdicts:
         if len(row) != len(rubric):
             raise ValueError(f"verdicts: expected {len(rubric)} per rollout, found {len(row)}")
-        for k, (criterion, verdict) in enumerate(zip(rubric.criteria, row)):
-            value = as_verdict(verdict)
-            if value is not None:
+        values = [value for verdict in row if (value := as_verdict(verdict)) is not None]
+        if len(values) == len(rubric):
+            for k, (criterion, value) in enumerate(zip(rubric.criteria, values)):
                 missed[k] += 1.0 - value if criterion.weight > 0 else value
     return [abs(c.weight) * m for c, m in zip(rubric.criteria, missed)]
 

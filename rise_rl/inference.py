@@ -23,7 +23,7 @@ from .config import Config, ConfigError, load_config
 from .data import load_examples
 from .fetch import resolve_model
 from .graders.base import Message
-from .launch import blaming, fitting, grader_for
+from .launch import blaming, check_context, fitting, grader_for
 from .progress import Progress
 from .run_folder import RunFolder, RunFolderError
 from .trainer import evaluate
@@ -37,12 +37,15 @@ def token_counter(model: str) -> Callable[[Sequence[Message]], int]:
 
 def sample_answers(model: str, prompt: str, *, n: int, max_new_tokens: int, temperature: float, seed: int) -> list[str]:
     """n answers to one user message; temperature 0 is greedy."""
-    policy = FrozenPolicy(resolve_model(model), dtype=torch.bfloat16 if torch.cuda.is_available() else torch.float32)
+    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    with blaming("model"):
+        policy = FrozenPolicy(resolve_model(model), dtype=dtype)
     rollouts = TransformersRollout(policy)
     rollouts.sync(policy.step)
     if not prompt.strip():
         raise ConfigError("prompt: expected some text, found none")
-    ids = render_prompt(policy.tokenizer, [{"role": "user", "content": prompt}])
+    with blaming("model"):
+        ids = render_prompt(policy.tokenizer, [{"role": "user", "content": prompt}])
     requests = [RolloutRequest("sample", i, ids, derive_seed("sample", seed, i)) for i in range(n)]
     with blaming("sample"):
         answers = rollouts.generate(requests, Sampling(max_new_tokens=max_new_tokens, temperature=temperature))
@@ -55,7 +58,9 @@ def evaluate_model(config: Config, console: Console) -> dict[str, Any]:
         raise ConfigError("data.heldout: expected a file of prompts to evaluate on, found null")
     examples = load_examples(config.data.heldout)
     grader = grader_for(examples, judge=config.judge, plugin=config.grader)
-    policy = FrozenPolicy(resolve_model(config.model), dtype=config.engine.torch_dtype)
+    with blaming("model"):
+        policy = FrozenPolicy(resolve_model(config.model), dtype=config.engine.torch_dtype)
+    check_context(config, policy.context_length, guidance=False)
     examples = fitting(examples, policy.tokenizer, config.data, console, config.data.heldout)
     rollouts = TransformersRollout(policy, max_rows=config.rollout.max_rows)
     rollouts.sync(policy.step)

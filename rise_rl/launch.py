@@ -63,13 +63,25 @@ def grader_for(examples: Sequence[Example], *, judge: JudgeConfig | None, plugin
     return grader
 
 
+def check_context(config: Config, context_length: int, *, guidance: bool) -> None:
+    """ConfigError unless the longest prompt, hint and answer fit the model together."""
+    hint = config.guidance.budget_tokens if guidance else 0
+    needed = config.data.max_prompt_tokens + hint + config.rollout.max_new_tokens
+    if needed > context_length:
+        parts = f"data.max_prompt_tokens + {'guidance.budget_tokens + ' if guidance else ''}rollout.max_new_tokens"
+        raise ConfigError(f"{parts} = {needed}, but {config.model} has a context of {context_length} tokens")
+
+
 def fitting(
     examples: Sequence[Example], tokenizer: object, config: DataConfig, console: Console, source: str
 ) -> list[Example]:
     """The examples whose prompt is within data.max_prompt_tokens; others stop the run or are dropped and counted."""
     kept = []
     for example in examples:
-        length = len(render_prompt(tokenizer, example.messages, config.chat_template))
+        try:
+            length = len(render_prompt(tokenizer, example.messages, config.chat_template))
+        except ValueError as error:
+            raise DataError(f"prompt {example.uid!r}: {error}", file=source) from error
         if length <= config.max_prompt_tokens:
             kept.append(example)
         elif config.overlong_prompt == "error":
@@ -92,46 +104,51 @@ def run_training(config: Config, *, resume: bool = False, console: Console | Non
     heldout = load_examples(config.data.heldout) if config.data.heldout else []
     grader = grader_for([*train, *heldout], judge=config.judge, plugin=config.grader)
     model = resolve_model(config.model)
-
     folder = Path(config.output) / config.name
     run = RunFolder.resume(folder, config) if resume else RunFolder.new(folder, config)
-    with blaming("model"):
-        policy = PolicyEngine(model, config.engine, loss=loss_spec(config), seed=config.seed)
-    needed = config.data.max_prompt_tokens + config.guidance.budget_tokens + config.rollout.max_new_tokens
-    if needed > policy.context_length:
-        raise ConfigError(
-            f"data.max_prompt_tokens + guidance.budget_tokens + rollout.max_new_tokens = {needed}, but {config.model} "
-            f"has a context of {policy.context_length} tokens"
-        )
-    fit = fitting(train, policy.tokenizer, config.data, console, config.data.train)
-    heldout = fitting(heldout, policy.tokenizer, config.data, console, str(config.data.heldout)) if heldout else []
+    with run.exclusive():
+        with blaming("model"):
+            policy = PolicyEngine(model, config.engine, loss=loss_spec(config), seed=config.seed)
+        if policy.world_size > 1:
+            raise ConfigError(f"found {policy.world_size} processes: training on several ranks is not supported yet")
+        check_context(config, policy.context_length, guidance=config.guidance.enabled)
+        train = fitting(train, policy.tokenizer, config.data, console, config.data.train)
+        if heldout:
+            heldout = fitting(heldout, policy.tokenizer, config.data, console, str(config.data.heldout))
+        order = PromptOrder(train, config.grpo.prompts_per_step, config.seed, config.data.shuffle)
 
-    order = PromptOrder(fit, config.grpo.prompts_per_step, config.seed, config.data.shuffle)
-    if not resume:
-        run.begin()
-    checkpoints = CheckpointStore(run.checkpoints, keep=config.checkpoint.keep)
-    if resume:
-        found = checkpoints.load_latest(policy)
-        run.truncate_after(policy.step)
-        console.print(f"resuming {folder} after step {policy.step}" if found else f"{folder}: no checkpoint yet")
-    rollouts = TransformersRollout(policy, max_rows=config.rollout.max_rows)
-    with run, Progress(config.steps, policy.step, console) as progress, stop_signals(console) as stopped:
-        trainer = Trainer(
-            config,
-            policy=policy,
-            rollouts=rollouts,
-            grader=grader,
-            order=order,
-            heldout=heldout,
-            run=run,
-            checkpoints=checkpoints,
-            progress=progress,
-            should_stop=lambda: bool(stopped),
-        )
-        finished = trainer.train()
+        checkpoints = CheckpointStore(run.checkpoints, keep=config.checkpoint.keep)
+        if resume:
+            go_back(run, checkpoints, policy, console)
+        else:
+            run.begin()
+        rollouts = TransformersRollout(policy, max_rows=config.rollout.max_rows)
+        with run, Progress(config.steps, policy.step, console) as progress, stop_signals(console) as stopped:
+            trainer = Trainer(
+                config,
+                policy=policy,
+                rollouts=rollouts,
+                grader=grader,
+                order=order,
+                heldout=heldout,
+                run=run,
+                checkpoints=checkpoints,
+                progress=progress,
+                should_stop=lambda: bool(stopped),
+            )
+            finished = trainer.train()
     if not finished:
         raise Interrupted(folder)
     return folder
+
+
+def go_back(run: RunFolder, checkpoints: CheckpointStore, policy: PolicyEngine, console: Console) -> None:
+    """Policy and run folder both as they were when the last whole checkpoint was saved (or at the very start)."""
+    checkpoints.recover()
+    found = checkpoints.load_latest(policy)
+    run.truncate_after(policy.step)
+    checkpoints.forget_best_after(policy.step)
+    console.print(f"resuming {run.path} after step {policy.step}" if found else f"{run.path}: no checkpoint yet")
 
 
 def loss_spec(config: Config) -> LossSpec:

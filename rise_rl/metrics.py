@@ -52,7 +52,10 @@ METRICS: dict[str, Metric] = {
     "overlong_penalty/mean": Metric("mean overlong penalty (0 or below)", "reward"),
     "unknown_verdicts": Metric("criteria that the grader could not judge", "verdicts"),
     "ungraded_samples": Metric("samples left out because a verdict is unknown", "samples"),
-    "groups/zero_advantage": Metric("prompts whose natural rewards are all equal: no policy gradient", "prompts"),
+    "groups/zero_advantage": Metric(
+        "prompts with graded answers whose advantages are all 0: no policy gradient", "prompts"
+    ),
+    "skipped": Metric("1 if the step had nothing to learn from and changed no weight", "0 or 1"),
     "sequences/forwarded": Metric("sequences that the optimizer step computed", "sequences"),
     "sequences/skipped": Metric("sequences not computed because they cannot change anything", "sequences"),
     "logprob_gap/mean": Metric("mean |log-prob difference| between rollout engine and trainer, sampled tokens", "nats"),
@@ -70,7 +73,7 @@ METRICS: dict[str, Metric] = {
     "time/train": Metric("forward, backward, optimizer", "s"),
     "time/sync": Metric("handing the weights to the rollout engine, parity probe included", "s"),
     "time/evaluate": Metric("held-out evaluation, its grading included", "s"),
-    "time/checkpoint": Metric("saving", "s"),
+    "time/checkpoint": Metric("saving, after the step before this one", "s"),
     "time/step": Metric("the whole step by the clock", "s"),
     "tokens/generated": Metric("tokens sampled, natural and guided", "tokens"),
     "tokens/trained": Metric("response tokens in the optimizer step", "tokens"),
@@ -85,8 +88,8 @@ EVAL_METRICS: dict[str, Metric] = {
     "score/mean": Metric("mean score before clipping to [0, 1] (HealthBench's own)", "score"),
     "length/mean": Metric("mean response length", "tokens"),
     "truncated": Metric("responses cut at the maximum length", "0-1"),
-    "entropy": Metric("mean entropy over the sampled tokens, where the engine gives it", "nats"),
     "unknown_verdicts": Metric("criteria that the grader could not judge", "verdicts"),
+    "ungraded_samples": Metric("answers left out because a verdict is unknown", "samples"),
     "samples": Metric("answers of the fixed cohort", "samples"),
     "criteria": Metric(
         "per criterion of the cohort: uid, criterion (index), text, weight, topic, failures (samples that miss it; a "

@@ -17,15 +17,17 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
+from filelock import FileLock, Timeout
 
 from .config import Config, dump_config
 from .errors import RiseError
-from .manifest import code_revision, make_manifest, now, versions
+from .manifest import code_revision, data_hash, make_manifest, now, versions
 from .metrics import EVAL_METRICS, METRICS, Metric, check_names
 from .trackers import Tracker, check_trackers, first_step_again, numbers, open_trackers
 
@@ -88,7 +90,34 @@ class RunFolder:
         run = cls(path, config)
         if not (run.path / "config.yaml").is_file():
             raise RunFolderError(f"{run.path}: no run to resume (no config.yaml there); start it without --resume")
+        run._check_same_data(config)
         return run
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """One process at a time; the lock goes with the process, however it ends. RunFolderError if it is taken."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(self.path.with_name(f".{self.path.name}.lock"))
+        try:
+            lock.acquire(timeout=0)
+        except Timeout as error:
+            raise RunFolderError(f"{self.path}: another process is writing this run") from error
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def _check_same_data(self, config: Config) -> None:
+        """The batch of a step is a function of the data: other prompts would make another run of it."""
+        try:
+            before = self.manifest()["data"]["train"]["sha256"]
+        except RunFolderError:  # killed between config.yaml and manifest.json
+            return
+        now_there = data_hash(config.data.train)
+        if now_there is not None and now_there["sha256"] != before:
+            raise RunFolderError(
+                f"{self.path}: {config.data.train} is not the file the run began with; restore it, or start another run"
+            )
 
     def truncate_after(self, step: int) -> None:
         """Drops what was logged after the checkpoint of step `step` that the run resumes from, whole or half-written.

@@ -24,11 +24,12 @@ def mean(values: Iterable[Value]) -> Value:
 
 
 def reward_gap(natural: Sequence[Sample], guided: Sequence[Sample]) -> tuple[Value, Value]:
-    """Delta_r (eq. 13): mean guided minus mean natural reward, over the prompts that had guided rollouts, and the same
-    with the natural mean taken over all prompts of the step.
+    """Delta_r (eq. 13): mean guided minus mean natural reward, over the prompts with graded answers of both kinds, and
+    the same with the natural mean taken over all prompts of the step.
     """
-    uids = {s.example.uid for s in guided}
-    privileged = mean(s.reward for s in guided)
+    uids = {s.example.uid for s in guided if s.reward is not None}
+    uids &= {s.example.uid for s in natural if s.reward is not None}
+    privileged = mean(s.reward for s in guided if s.example.uid in uids)
     of_these = mean(s.reward for s in natural if s.example.uid in uids)
     of_all = mean(s.reward for s in natural)
     if privileged is None or of_these is None or of_all is None:
@@ -41,7 +42,8 @@ def sample_metrics(natural: Sequence[Sample], guided: Sequence[Sample], loss: St
     everyone = [*natural, *guided]
     groups = defaultdict(list)
     for sample, advantage in zip(natural, loss.advantages):
-        groups[sample.example.uid].append(advantage)
+        if advantage is not None:
+            groups[sample.example.uid].append(advantage)
     kept = sum(gain > 0 for gain in loss.gains)
     raw, over_all = reward_gap(natural, guided)
     shaped = [None if s.reward is None else s.reward + p for s, p in zip(natural, loss.penalties)]
@@ -67,8 +69,11 @@ def sample_metrics(natural: Sequence[Sample], guided: Sequence[Sample], loss: St
 
 
 def training_metrics(stats: StepStats, sequences: int) -> dict[str, Value]:
-    """What the optimizer step did; NaN of the engine (no such token) becomes None."""
+    """What the optimizer step did; NaN of the engine (no such token) becomes None, and so do loss and gradient of a
+    step that had nothing to learn from.
+    """
     values: Mapping[str, float] = {
+        "skipped": stats.skipped,
         "loss": stats.loss,
         "loss/policy": stats.policy_loss,
         "loss/guide": stats.guide_loss,
@@ -87,7 +92,8 @@ def training_metrics(stats: StepStats, sequences: int) -> dict[str, Value]:
         "sequences/forwarded": stats.forwarded_sequences,
         "sequences/skipped": sequences - stats.forwarded_sequences,
     }
-    return {name: None if math.isnan(value) else value for name, value in values.items()}
+    without = {"loss", "loss/policy", "loss/guide", "grad_norm"} if stats.skipped else set()
+    return {name: None if name in without or math.isnan(value) else value for name, value in values.items()}
 
 
 def judge_metrics(stats: JudgeStats | None) -> dict[str, Value]:

@@ -26,6 +26,7 @@ from rise_engine.seeds import derive_seed
 from .batches import PromptOrder
 from .config import Config
 from .data import Example
+from .errors import RiseError
 from .graders.base import Grader
 from .guidance import draw_template, guided_prompt, select_feedback
 from .plateau import smooth
@@ -37,6 +38,9 @@ from .step_loss import build_step_loss
 from .step_metrics import criterion_failures, judge_metrics, mean, sample_metrics, training_metrics
 
 Prompt = tuple[int, ...]
+
+UNGRADED_LIMIT = 0.1
+"""An evaluation with a larger share of ungraded answers cannot make a model the best: its mean is over what is left."""
 
 
 class Trainer:
@@ -72,7 +76,17 @@ class Trainer:
     # --- the run ---------------------------------------------------------------------------------------------------
 
     def train(self) -> bool:
-        """Runs the remaining steps. False if it was asked to stop before the last one (a checkpoint is saved)."""
+        """Runs the remaining steps. False if it was asked to stop before the last one (a checkpoint is saved). A judge
+        that is down stops the run too, and what was trained until then is saved.
+        """
+        try:
+            return self._train()
+        except RiseError:
+            if self.history and self.history[-1]["step"] == self.policy.step:
+                self.save()
+            raise
+
+    def _train(self) -> bool:
         self.sync()
         if self.policy.step == 0:
             self.evaluate()
@@ -212,8 +226,9 @@ class Trainer:
                 progress=self.progress,
             )
             record = {"step": self.policy.step, **record}
-            best = max((e["reward/mean"] for e in self.run.evals() if e["reward/mean"] is not None), default=None)
-            if record["reward/mean"] is not None and (best is None or record["reward/mean"] > best):
+            best = self.checkpoints.best()
+            comparable = record["ungraded_samples"] <= UNGRADED_LIMIT * record["samples"]
+            if comparable and (best is None or record["reward/mean"] > best["reward"]):
                 self.checkpoints.save_best(self.policy, {"step": record["step"], "reward": record["reward/mean"]})
             self.run.log_eval(record)
         self.progress.evaluated(record)
@@ -276,6 +291,7 @@ def evaluate(
         "length/mean": mean(s.length for s in graded),
         "truncated": mean(float(s.truncated) for s in graded),
         "unknown_verdicts": sum(v is None for s in graded for v in s.verdicts),
+        "ungraded_samples": sum(s.reward is None for s in graded),
         "samples": len(graded),
         "criteria": criterion_failures(graded),
     }

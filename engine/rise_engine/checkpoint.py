@@ -31,6 +31,9 @@ class CheckpointStore:
             raise ValueError(f"keep: expected at least 1, found {keep}")
         self.folder = Path(folder)
         self.keep = keep
+
+    def recover(self) -> None:
+        """Cleans up after a process that died while saving. For the one process that writes here, before it does."""
         if _is_first():
             recover(self.folder)
 
@@ -77,6 +80,12 @@ class CheckpointStore:
             if _is_first():
                 (aside / "best.json").write_text(json.dumps(dict(record), indent=1))
         return target
+
+    def forget_best_after(self, step: int) -> None:
+        """Removes a best model that a resumed run has not reached yet: it will come again, or a better one will."""
+        best = self.best()
+        if _is_first() and best is not None and best["step"] > step:
+            shutil.rmtree(self.folder / "best")
 
     def best(self) -> dict[str, Any] | None:
         path = self.folder / "best" / "best.json"

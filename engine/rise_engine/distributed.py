@@ -13,6 +13,8 @@ from tempfile import mkdtemp
 import torch
 import torch.distributed as dist
 
+from .errors import EngineError
+
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -21,7 +23,7 @@ def init_distributed(timeout: timedelta = timedelta(minutes=30)) -> tuple[int, i
 
     Under a launcher (torchrun, deepspeed, Slurm with its variables exported) the environment decides. Otherwise this
     is a group of one that meets itself through a file, so that no port is needed and runs cannot collide.
-    Raises RuntimeError when a launcher set only some of its variables.
+    Raises EngineError when a launcher set only some of its variables.
     """
     present = [name for name in LAUNCHER_VARIABLES if name in os.environ]
     cuda = torch.cuda.is_available()
@@ -33,7 +35,7 @@ def init_distributed(timeout: timedelta = timedelta(minutes=30)) -> tuple[int, i
             dist.init_process_group(backend, timeout=timeout)
         elif {"RANK", "WORLD_SIZE"} & set(present):
             missing = sorted(set(LAUNCHER_VARIABLES) - set(present))
-            raise RuntimeError(
+            raise EngineError(
                 f"distributed launch: {', '.join(present)} set but {', '.join(missing)} missing; "
                 "start with torchrun or deepspeed, or unset them to run as one process"
             )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import torch
+
 from .errors import EngineError
 from .policy import PolicyEngine
 from .rollout.base import RolloutEngine, RolloutRequest, Sampling
@@ -11,18 +13,22 @@ from .rollout.base import RolloutEngine, RolloutRequest, Sampling
 PROBE_TEXT = "The quick brown fox jumps over the lazy dog, and"
 PROBE_TOKENS = 8
 PROBE_TEMPERATURE = 0.7
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3}
+"""Nats. bfloat16 logits of size 20 are rounded by up to 1/16, and a sampled token can be far down the tail."""
 
 
 class ParityError(EngineError):
     """Rollout engine and trainer disagree about the log-probs of the same tokens."""
 
 
-def parity_probe(rollouts: RolloutEngine, policy: PolicyEngine, *, tolerance: float) -> float:
-    """Largest |engine - trainer| log-prob over a short answer to a fixed prompt; ParityError above `tolerance` nats.
+def parity_probe(rollouts: RolloutEngine, policy: PolicyEngine, *, tolerance: float | None = None) -> float:
+    """Largest |engine - trainer| log-prob over a short answer to a fixed prompt; ParityError above `tolerance` nats
+    (None: TOLERANCE of the policy's type).
 
     The temperature is not 1, so that raw log-probs reported for tempered samples show up; the answer is sampled with
     the same seed every time, through the engine's public `generate`, so that any engine can be probed.
     """
+    tolerance = tolerance or TOLERANCE[policy.config.torch_dtype]
     prompt = tuple(policy.tokenizer.encode(PROBE_TEXT))
     sampling = Sampling(max_new_tokens=PROBE_TOKENS, temperature=PROBE_TEMPERATURE)
     [rollout] = rollouts.generate([RolloutRequest("parity-probe", 0, prompt, seed=0)], sampling)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 
@@ -25,13 +26,16 @@ def render_prompt(
             f"tokenizer {tokenizer.name_or_path!r} has no chat template: use an instruction-tuned model, or put a "
             "`chat_template.jinja` in the model folder"
         )
-    rendered = tokenizer.apply_chat_template(
-        [dict(m) for m in messages],
-        tokenize=True,
-        add_generation_prompt=True,
-        return_dict=True,
-        **dict(chat_template_kwargs or {}),
-    )
+    try:
+        rendered = tokenizer.apply_chat_template(
+            [dict(m) for m in messages],
+            tokenize=True,
+            add_generation_prompt=True,
+            return_dict=True,
+            **dict(chat_template_kwargs or {}),
+        )
+    except TemplateError as error:  # a template that knows no system role, say
+        raise ValueError(f"messages: the chat template refuses this conversation: {error}") from error
     ids = tuple(int(i) for i in rendered["input_ids"])
     if not ids:
         raise ValueError("messages: the chat template rendered no tokens at all")

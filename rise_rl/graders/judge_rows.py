@@ -17,7 +17,7 @@ from .judge_config import JudgeConfig
 from .judge_prompt import JudgePrompt, answer_schema
 from .judge_stats import JudgeStats
 from .loop_thread import cancel_all, finish_all, run_all
-from .parse import Reading, read_batch, read_score, read_verdict
+from .parse import TRUNCATED, Reading, read_batch, read_score, read_verdict
 
 
 @dataclass
@@ -156,12 +156,14 @@ class RowJudge:
         truncated = answer.finish_reason == "length"
         reasoning = "" if truncated else answer.reasoning
         if self.config.mode == "batched":
-            readings = read_batch(answer.text, count, scored=scored, reasoning=reasoning, response=response)
+            readings = read_batch(
+                answer.text, count, scored=scored, reasoning=reasoning, response=response, truncated=truncated
+            )
         else:
             read = read_score if scored else read_verdict
-            readings = [read(answer.text, reasoning=reasoning, response=response)]
+            readings = [read(answer.text, reasoning=reasoning, response=response, truncated=truncated)]
         if truncated:
-            readings = [r if r.verdict is not None else Reading(None, "truncated") for r in readings]
+            readings = [r if r.verdict is not None else TRUNCATED for r in readings]
         return readings
 
     def _verdict(self, row: _Row, k: int) -> Verdict:

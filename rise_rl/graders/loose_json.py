@@ -15,7 +15,9 @@ MAX_DEPTH = 32
 
 
 class Pairs(list[tuple[str, Any]]):
-    """A JSON object as (key, value) pairs, in order: a key given twice is still seen twice."""
+    """A JSON object as (key, value) pairs, in order: a key given twice is still seen twice. closed: not cut short."""
+
+    closed = True
 
 
 class Unreadable(ValueError):
@@ -97,10 +99,12 @@ class _Reader:
     def object(self, depth: int) -> Pairs:
         self.position += 1
         pairs = Pairs()
+        pairs.closed = False
         try:
             while True:
                 if self.peek() == "}":
                     self.position += 1
+                    pairs.closed = True
                     return pairs
                 key = self.key()
                 if self.peek() != ":":
@@ -109,7 +113,10 @@ class _Reader:
                 value = self.value("value", depth + 1)
                 if value is not _Nothing:
                     pairs.append((key, value))
-                if self.cut or not self.separator("}"):
+                if self.cut:
+                    return pairs
+                if not self.separator("}"):
+                    pairs.closed = True
                     return pairs
         except _Cut:
             self.cut = True

@@ -2,7 +2,9 @@
 
 The rule is one sentence: every statement of a verdict in the answer must say the same, or the verdict is unknown.
 Reasoning blocks are not the answer, and a JSON object or line that the judge copied from the graded response is not
-the judge's. Causes of an unknown: "empty", "unparseable", "ambiguous", "judge_unknown" (the judge said so itself).
+the judge's. An answer that the server cut short (`truncated`) may have been about to say more, so only an object that
+was closed states a verdict there. Causes of an unknown: "empty", "unparseable", "ambiguous", "truncated",
+"judge_unknown" (the judge said so itself).
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ class Reading:
 
 UNPARSEABLE = Reading(None, "unparseable")
 AMBIGUOUS = Reading(None, "ambiguous")
+TRUNCATED = Reading(None, "truncated")
 
 
 def parse_verdict(
@@ -77,18 +80,28 @@ def parse_batch(
     return [r.verdict for r in read_batch(text, count, scored=scored, reasoning=reasoning, response=response)]
 
 
-def read_verdict(text: str | None, *, reasoning: str | None = None, response: str = "") -> Reading:
-    """parse_verdict with the cause of an unknown."""
-    return _read_one(text, reasoning, response, VERDICT_KEYS, _verdict_value)
+def read_verdict(
+    text: str | None, *, reasoning: str | None = None, response: str = "", truncated: bool = False
+) -> Reading:
+    """parse_verdict with the cause of an unknown. truncated: the server stopped the answer before its end."""
+    return _read_one(text, reasoning, response, truncated, VERDICT_KEYS, _verdict_value)
 
 
-def read_score(text: str | None, *, reasoning: str | None = None, response: str = "") -> Reading:
-    """parse_score with the cause of an unknown."""
-    return _read_one(text, reasoning, response, SCORE_KEYS, _score_value)
+def read_score(
+    text: str | None, *, reasoning: str | None = None, response: str = "", truncated: bool = False
+) -> Reading:
+    """parse_score with the cause of an unknown. truncated: the server stopped the answer before its end."""
+    return _read_one(text, reasoning, response, truncated, SCORE_KEYS, _score_value)
 
 
 def read_batch(
-    text: str | None, count: int, *, scored: bool = False, reasoning: str | None = None, response: str = ""
+    text: str | None,
+    count: int,
+    *,
+    scored: bool = False,
+    reasoning: str | None = None,
+    response: str = "",
+    truncated: bool = False,
 ) -> list[Reading]:
     """parse_batch with the cause of each unknown ("missing_id", "duplicate_id" besides the others)."""
     try:
@@ -100,6 +113,7 @@ def read_batch(
         return [Reading(None, "empty")] * count
     keys, value_of = (SCORE_KEYS, _score_value) if scored else (VERDICT_KEYS, _verdict_value)
     entries = [entry for found in objects for entry in _entries(found.value)]
+    whole = [entry for found in objects for part in _closed(found.value) for entry in _entries(part)]
     if not entries:
         return [UNPARSEABLE] * count
     if any(number == 0 for number, _ in entries):  # counted from zero: every number may mean its neighbour
@@ -109,6 +123,8 @@ def read_batch(
         mine = [value for n, value in entries if n == number]
         if len(mine) != 1:
             readings.append(Reading(None, "duplicate_id" if mine else "missing_id"))
+        elif truncated and number not in {n for n, _ in whole}:
+            readings.append(TRUNCATED)
         elif isinstance(mine[0], Pairs):
             readings.append(_agree([value_of(v) for v in _statements(mine[0], keys)]))
         else:
@@ -120,6 +136,7 @@ def _read_one(
     text: str | None,
     reasoning: str | None,
     response: str,
+    truncated: bool,
     keys: frozenset[str],
     value_of: Callable[[Any], Reading],
 ) -> Reading:
@@ -130,6 +147,9 @@ def _read_one(
         return UNPARSEABLE
     if not answer:
         return Reading(None, "empty")
+    whole = [value for found in objects for part in _closed(found.value) for value in _statements(part, keys)]
+    if truncated and not whole:
+        return TRUNCATED
     readings = [value_of(value) for found in objects for value in _statements(found.value, keys)]
     prose = _without(answer, find_objects(answer))
     readings += [value_of(value) for value in _stated_lines(prose, keys, response)]
@@ -219,6 +239,19 @@ def _stated_lines(prose: str, keys: frozenset[str], response: str) -> Iterator[s
     for match in _LINE.finditer(prose):
         if _name(match.group(1)) in keys and not _copied(match.group(), response):
             yield match.group(2)
+
+
+def _closed(value: Any) -> Iterator[Pairs]:
+    """The outermost objects that were not cut short."""
+    if isinstance(value, Pairs):
+        if value.closed:
+            yield value
+        else:
+            for _, inner in value:
+                yield from _closed(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _closed(inner)
 
 
 def _statements(value: Any, keys: frozenset[str]) -> Iterator[Any]:

@@ -111,7 +111,7 @@ def draw_gap(axes: Axes, run: RunData) -> bool:
 
 def draw_entropy(axes: Axes, run: RunData) -> bool:
     axes.set_title("Entropy of the policy (nats)")
-    return curve(axes, run.steps, run.series("entropy"), BLUE, "natural tokens") | evaluations(axes, run, "entropy")
+    return curve(axes, run.steps, run.series("entropy"), BLUE, "natural tokens")
 
 
 def draw_kept(axes: Axes, run: RunData) -> bool:

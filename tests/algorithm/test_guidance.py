@@ -37,9 +37,10 @@ def test_negative_criteria_count_when_met():
     assert priorities(rubric, [["met", "met"], ["not_met", "not_met"], ["met", "met"]]) == [5, 16]
 
 
-def test_unknown_counts_neither_way_and_graded_verdicts_miss_by_the_rest():
+def test_ungraded_rollouts_count_nowhere_and_graded_verdicts_miss_by_the_rest():
     rubric = Rubric([Criterion("a", 4), Criterion("b", 2)])
-    assert priorities(rubric, [["unknown", 0.25], [None, 0.5]]) == [0, 2.5]
+    assert priorities(rubric, [["unknown", 0.25], [0.0, 0.25], [1.0, 0.5], [0.0, None]]) == [4, 2.5]
+    assert select_feedback(rubric, [["unknown", 0.0], [0.0, None]], 2) == []
 
 
 def test_ties_go_to_the_larger_weight_then_to_rubric_order():
