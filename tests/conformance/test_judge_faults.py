@@ -127,8 +127,8 @@ READABLE = {
     "text instead of a truth value": '{"explanation": "e", "criteria_met": "MET"}',
     "reasoning before": '<think>{"criteria_met": true}? {"criteria_met": false}?</think>{"criteria_met": MET}',
     "verdict before its explanation": '{"criteria_met": MET, "explanation": "e"}',
-    "truncated after the verdict": lambda met: Reply(
-        f'{{"criteria_met": {str(met).lower()}, "explanation": "as the', finish_reason="length"
+    "truncated after the object": lambda met: Reply(
+        f'{{"explanation": "e", "criteria_met": {str(met).lower()}}}\nTo sum', finish_reason="length"
     ),
     "empty content with reasoning filled": lambda met: Reply(
         "", reasoning=f'I see. {{"explanation": "e", "criteria_met": {str(met).lower()}}}'
@@ -146,6 +146,12 @@ def test_a_readable_form_gives_the_right_verdict(template, structured):
 
 UNREADABLE = {
     "truncated before the verdict": (Reply('{"explanation": "as the', finish_reason="length"), "truncated"),
+    "truncated within the object": (
+        Reply('{"criteria_met": true, "explanation": "as', finish_reason="length"),
+        "truncated",
+    ),
+    "truncated prose": (Reply("Verdict: met", finish_reason="length"), "truncated"),
+    "truncated word": (Reply("Met", finish_reason="length"), "truncated"),
     "truncated reasoning": (Reply("", reasoning='{"criteria_met": true}', finish_reason="length"), "truncated"),
     "empty": (Reply(""), "empty"),
     "no content": (Reply(None), "empty"),

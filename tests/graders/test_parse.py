@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rise_rl.graders.parse import parse_batch, parse_score, parse_verdict, read_batch, read_verdict
+from rise_rl.graders.parse import Reading, parse_batch, parse_score, parse_verdict, read_batch, read_score, read_verdict
 
 thorough = settings(max_examples=200, deadline=None, derandomize=True)
 MET, NOT, UNKNOWN = "met", "not_met", "unknown"
@@ -234,6 +234,37 @@ def test_a_cut_batch_keeps_what_was_complete():
     text = json.dumps({"verdicts": [entry("c1", True), entry("c2", False), entry("c3", True)]})
     assert parse_batch(text[: text.index('"c3"')], 3) == [1.0, 0.0, None]
     assert parse_batch(text[: text.index('"c2"') + 10], 3) == [1.0, None, None]
+
+
+@pytest.mark.parametrize(
+    "read, cut, verdict, cause",
+    [
+        (read_score, "Score: 1", None, "truncated"),  # 10, perhaps
+        (read_score, "1", None, "truncated"),
+        (read_score, '{"score": 1', None, "truncated"),
+        (read_score, '{"score": 1, "explanation": "poor', None, "truncated"),
+        (read_score, '{"score": 10}\nBecause', 1.0, ""),
+        (read_verdict, "Verdict: met", None, "truncated"),  # only if ..., perhaps
+        (read_verdict, "Met", None, "truncated"),
+        (read_verdict, '{"a": {"criteria_met": false}, "b": "x', 0.0, ""),
+        (read_verdict, '{"criteria_met": true} {"criteria_met": false, "expl', None, "ambiguous"),
+        (read_verdict, '{"criteria_met": true}\nVerdict: not met', None, "ambiguous"),
+        (read_verdict, "", None, "empty"),
+    ],
+)
+def test_an_answer_that_the_server_cut_counts_only_as_far_as_its_objects_are_whole(read, cut, verdict, cause):
+    assert read(cut, truncated=True) == Reading(verdict, cause)
+
+
+def test_a_batch_that_the_server_cut_counts_only_as_far_as_its_objects_are_whole():
+    def read(text):
+        return [(r.verdict, r.cause) for r in read_batch(text, 2, truncated=True)]
+
+    cut = (None, "truncated")
+    assert read('{"verdicts": [{"id": 1, "criteria_met": true}, {"id": 2, "criteria_met": false') == [(1.0, ""), cut]
+    assert read('{"verdicts": [{"id": 1, "criteria_met": true}, {"id": 2, "criteria_met": false, "') == [(1.0, ""), cut]
+    assert read('{"c1": true, "c2": false, "c3": ') == [cut, cut]
+    assert read('{"c1": true, "c2": false}\nIn') == [(1.0, ""), (0.0, "")]
 
 
 def test_causes():
