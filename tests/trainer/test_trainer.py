@@ -114,3 +114,30 @@ def test_untied_models_train_too(tiny_config, tmp_path, model_kind):
     metrics, folder = run(tiny_config(steps=2, model=str(model), checkpoint__every=0))
     assert all(m["grad_norm"] > 0 for m in metrics)
     assert len((folder / "evals.jsonl").read_text().splitlines()) == 2
+
+
+def test_guidance_ends_at_the_plateau_of_the_gap(tiny_config):
+    settings = yaml.safe_load(tiny_config(steps=6, evaluation__every=0, checkpoint__every=0).read_text())
+    settings["guidance"] |= {"remove_at": "plateau", "plateau": {"window": 2, "tolerance": 1.0}}
+    path = Path(settings["data"]["train"]).parent / "plateau.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    metrics, _ = run(path)
+    # rewards lie in [0, 1], so nothing moves by more than 1: a first gap, then two that stand still
+    assert [m["guidance/active"] for m in metrics] == [True, True, True, False, False, False]
+
+
+def test_length_penalty_and_masking_reach_the_loss(tiny_config):
+    config = tiny_config(steps=1, evaluation__every=0, checkpoint__every=0)
+    [plain], folder = run(config, "name=plain")
+    [shaped], _ = run(config, "name=shaped", "grpo.overlong_buffer=24", "grpo.overlong_factor=0.5")
+    [masked], _ = run(config, "name=masked", "grpo.mask_truncated=true", "guidance.drop_truncated=true")
+    lengths = [r["tokens"] for r in records(folder, 1) if r["kind"] == "natural"]
+    assert plain["overlong_penalty/mean"] == 0.0
+    assert shaped["overlong_penalty/mean"] == pytest.approx(-0.5 * sum(lengths) / 24 / len(lengths))
+    assert shaped["reward/natural"] == plain["reward/natural"]
+    assert shaped["reward/shaped"] == pytest.approx(shaped["reward/natural"] + shaped["overlong_penalty/mean"])
+    everything = records(folder, 1)
+    assert any(r["finish_reason"] == "length" for r in everything)
+    whole = [r for r in everything if r["kind"] == "natural" and r["finish_reason"] == "stop"]
+    kept = masked["guided/kept"]
+    assert masked["sequences/forwarded"] + masked["sequences/skipped"] == len(whole) + kept
