@@ -9,8 +9,9 @@ import asyncio
 import email.utils
 import os
 import random
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from .judge_config import JudgeConfig
 from .judge_stats import JudgeStats
 
 RETRIED_STATUS = frozenset([408, 409, 425, 429])
+_TOO_LONG = re.compile(r"context[ _](?:length|size|window)|maximum model length")
 LIVING_CAUSES = frozenset(["content_filter", "too_long"])  # refusals of one request by a server that is well
 
 
@@ -91,13 +93,14 @@ class JudgeClient:
             for url in config.base_urls
         ]
         self._slots = asyncio.Semaphore(config.concurrency)
-        self._failed_in_a_row = 0
+        self._failed_rows: set[Hashable] = set()  # since the last success
         self._clock = asyncio.get_running_loop().time
 
     async def ask(
-        self, messages: Sequence[dict[str, str]], schema: dict[str, Any], deadline: float, vote: int = 0
+        self, messages: Sequence[dict[str, str]], schema: dict[str, Any], deadline: float, row: Hashable, vote: int = 0
     ) -> Answer:
-        """deadline: on the event loop's clock. Raises CallFailed, or JudgeUnavailable to stop the run."""
+        """deadline: on the event loop's clock. row: the response that is judged; its calls may all fail for a reason
+        of its own. Raises CallFailed, or JudgeUnavailable to stop the run."""
         failure: _TryFailed | None = None
         for attempt in range(self.config.max_retries + 1):
             if attempt:
@@ -117,10 +120,11 @@ class JudgeClient:
                     if not error.again:
                         break
                 else:
-                    server.failures, server.shunned_until, self._failed_in_a_row = 0, 0.0, 0
+                    server.failures, server.shunned_until = 0, 0.0
+                    self._failed_rows.clear()
                     return answer
         assert failure is not None
-        self._give_up(failure)
+        self._give_up(failure, row)
         raise CallFailed(failure.cause, str(failure))
 
     async def close(self) -> None:
@@ -225,7 +229,7 @@ class JudgeClient:
                 self.config.backoff_max_s, self.config.backoff_s * 2.0 ** min(server.failures - 1, 60)
             )
 
-    def _give_up(self, failure: _TryFailed) -> None:
+    def _give_up(self, failure: _TryFailed, row: Hashable) -> None:
         """Counts a call that failed for good, and stops the run if nothing else succeeds any more."""
         self.stats.failed_calls[failure.cause] += 1
         where = f"judge {self.config.model} at {', '.join(self.config.base_urls)}"
@@ -233,13 +237,13 @@ class JudgeClient:
             raise JudgeUnavailable(f"{where}: {failure}")
         if failure.cause in LIVING_CAUSES or not failure.tried:
             return
-        self._failed_in_a_row += 1
-        if self._failed_in_a_row >= self.config.breaker_failures:
-            failed, self._failed_in_a_row = self._failed_in_a_row, 0
+        self._failed_rows.add(row)
+        if (failed := len(self._failed_rows)) >= self.config.breaker_failures:
+            self._failed_rows.clear()
             raise JudgeUnavailable(
-                f"{where}: the last {failed} calls failed, each with up to {self.config.max_retries} retries within "
-                f"{self.config.deadline_s:g} s; the latest: {failure.cause}: {failure}. No verdict was made up; "
-                "start the judge, or check judge.base_urls, and resume"
+                f"{where}: the latest calls, on {failed} responses, all failed, each with up to "
+                f"{self.config.max_retries} retries within {self.config.deadline_s:g} s; the latest: "
+                f"{failure.cause}: {failure}. No verdict was made up; start the judge, or check judge.base_urls, and resume"
             )
 
 
@@ -293,7 +297,7 @@ def _classify(error: openai.APIStatusError) -> _TryFailed:
         return _TryFailed(cause, detail, again=True, retry_after=_retry_after(error))
     if "content_filter" in said or "content_policy" in said or "content management policy" in said:
         return _TryFailed("content_filter", detail, again=False)
-    if "context length" in said or "context_length" in said or "maximum model length" in said or status == 413:
+    if status == 413 or _TOO_LONG.search(said):
         return _TryFailed("too_long", detail, again=False)
     return _TryFailed("rejected", detail, again=False)
 

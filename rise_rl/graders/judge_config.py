@@ -48,7 +48,7 @@ class JudgeConfig(BaseModel):
     backoff_s: float = Field(0.5, gt=0, description="Try n + 1 waits a random time up to backoff_s * 2**n seconds.")
     backoff_max_s: float = Field(30.0, gt=0, description="Upper end of that random time.")
     breaker_failures: int = Field(
-        16, ge=1, description="Calls in a row that fail for good, none succeeding, before the run stops."
+        16, ge=1, description="Responses with calls that fail for good, no call succeeding, before the run stops."
     )
     cache_dir: Path | None = Field(None, description="Folder of the verdict cache; null: no cache.")
 

@@ -8,6 +8,7 @@ which looks like a placeholder is never looked at again.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -29,6 +30,7 @@ _SPECIAL = re.compile(
     r"|</?s>|<(?:bos|eos|pad|unk)>|<(?:start|end)_of_turn>|\[/?INST\]|<</?SYS>>",
     re.IGNORECASE,
 )
+_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON may carry a half of a pair; UTF-8 cannot
 _TAG = re.compile(r"</?([A-Za-z_][\w-]*)[^<>]*>")
 
 
@@ -74,7 +76,7 @@ class JudgePrompt:
     def field(self, text: str, *, written_by_model: bool = True) -> str:
         """The text as it may stand between the template's tags. Only a model's own text has reasoning to hide."""
         text = visible(text) if written_by_model else without_special_tokens(text)
-        return self._own_tag.sub("&lt;", text)
+        return self._own_tag.sub("&lt;", _SURROGATE.sub("\ufffd", text))
 
     def conversation(self, messages: Sequence[Message]) -> list[dict[str, str]]:
         return [
@@ -118,16 +120,16 @@ class JudgePrompt:
                 {"role": role, "content": "".join(self._template.blocks[role](context)).strip()}
                 for role in ("system", "user")
             ]
-        except jinja2.TemplateError as error:
-            raise GraderError(f"judge.template: {self.origin}: {error}") from error
+        except Exception as error:  # a template is a program, and may raise anything
+            raise GraderError(f"judge.template: {self.origin}: {type(error).__name__}: {error}") from error
 
     def _check(self) -> None:
         """A template must close each text in tags, and show the criteria after the response."""
         places = {"conversation": "QQQQ", "response": "RRRR", "criteria": "KKKK"}
         message = [{"role": "user", "content": places["conversation"]}]
         probe = [Criterion(places["criteria"], 1.0, {"bands": {"1-2": "low", "9-10": "high"}})]
-        for scored in (False, True):
-            user = self.messages(message, places["response"], probe, scored=scored)[1]["content"]
+        for scored, again in itertools.product((False, True), repeat=2):
+            user = self.messages(message, places["response"], probe, scored=scored, again=again)[1]["content"]
             for name in ("response", "criteria"):
                 if (shown := user.count(places[name])) != 1:
                     raise GraderError(

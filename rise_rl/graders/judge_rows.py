@@ -36,7 +36,7 @@ class _Vote:
         return [k for k, r in sorted(self.readings.items()) if r.verdict is None and k not in self.final]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Row:
     """One response, its texts as the judge sees them."""
 
@@ -77,19 +77,27 @@ class RowJudge:
                 calls = sum(len(self._groups(row, vote.open(again=False))) for vote in row.votes)
                 if not calls:
                     continue
+                self._raise_failures(tasks)
                 while self._waiting >= self.config.concurrency:
                     self._done.clear()
                     await self._done.wait()
-                for task in tasks:
-                    if task.done():
-                        task.result()  # raises what stops the run
+                    self._raise_failures(tasks)
                 tasks = [task for task in tasks if not task.done()]
                 self._waiting += calls
-                tasks.append(asyncio.create_task(self._judge(row)))
+                task = asyncio.create_task(self._judge(row))
+                task.add_done_callback(lambda _: self._done.set())
+                tasks.append(task)
             await finish_all(tasks)
         finally:
             await cancel_all(tasks)
         return [[self._verdict(row, k) for k in range(len(row.criteria))] for row in rows]
+
+    @staticmethod
+    def _raise_failures(tasks: Sequence[asyncio.Task[None]]) -> None:
+        """Raises what stops the run: the calls of a row that failed are not counted down."""
+        for task in tasks:
+            if task.done():
+                task.result()
 
     def _row(self, item: GradeItem) -> _Row:
         conversation, response = self.prompt.conversation(item.messages), self.prompt.field(item.response)
@@ -130,11 +138,11 @@ class RowJudge:
 
     async def _ask(self, row: _Row, vote: _Vote, group: Sequence[int], again: bool, deadline: float) -> None:
         criteria, scored = [row.criteria[k] for k in group], row.scored[group[0]]
-        messages = self.prompt.messages(row.conversation, row.response, criteria, scored=scored, again=again)
         schema = answer_schema(None if self.config.mode == "single" else len(group), scored=scored)
         self.stats.asked_again += again
         try:
-            answer = await self.client.ask(messages, schema, deadline, vote.number)
+            messages = self.prompt.messages(row.conversation, row.response, criteria, scored=scored, again=again)
+            answer = await self.client.ask(messages, schema, deadline, row, vote.number)
         except CallFailed as error:
             readings = [Reading(None, error.cause)] * len(group)
             if error.cause != "content_filter":
@@ -167,7 +175,8 @@ class RowJudge:
         return readings
 
     def _verdict(self, row: _Row, k: int) -> Verdict:
-        """A majority of all votes (for scores: the median, if a majority gave one)."""
+        """A majority of all votes (for scores: the median, if a majority gave one; of two in the middle the
+        lower, as a mean would be a score that no vote gave)."""
         readings = [vote.readings[k] for vote in row.votes]
         values = [r.verdict for r in readings if r.verdict is not None]
         needed = len(readings) // 2 + 1
@@ -175,7 +184,7 @@ class RowJudge:
         verdict: Verdict = None
         if len(values) >= needed:
             if row.scored[k]:
-                verdict = statistics.median(values)
+                verdict = statistics.median_low(values)
             else:
                 value, count = Counter(values).most_common(1)[0]
                 verdict = value if count >= needed else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections.abc import Sequence
 
@@ -33,6 +34,7 @@ class LlmGrader:
         self.stats = JudgeStats()
         self._prompt = JudgePrompt(config.mode, config.template)
         self._session: _Session | None = None
+        self._lock = threading.Lock()
         api_key(config)
 
     @property
@@ -49,9 +51,10 @@ class LlmGrader:
 
     def close(self) -> None:
         """Closes connections, cache and thread; the next `grade` opens them again."""
-        if self._session is not None:
-            self._session.close()
-            self._session = None
+        with self._lock:
+            session, self._session = self._session, None
+        if session is not None:
+            session.close()
 
     def __enter__(self) -> LlmGrader:
         return self
@@ -60,10 +63,11 @@ class LlmGrader:
         self.close()
 
     def _open(self) -> _Session:
-        if self._session is None or self._session.process != os.getpid():  # a fork does not inherit threads
-            self._session = _Session(self.config, self.stats)
-            weakref.finalize(self, self._session.close)
-        return self._session
+        with self._lock:
+            if self._session is None or self._session.process != os.getpid():  # a fork does not inherit threads
+                self._session = _Session(self.config, self.stats)
+                weakref.finalize(self, self._session.close)
+            return self._session
 
 
 class _Session:

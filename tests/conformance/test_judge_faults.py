@@ -11,7 +11,7 @@ import pytest
 from rise_rl.graders.base import GradeItem
 from rise_rl.graders.llm import JudgeConfig, JudgeUnavailable, LlmGrader
 from rise_rl.rubric import Criterion, Rubric
-from tests.graders.fake_server import FakeJudge, Reply, criteria_of, honest, truth
+from tests.graders.fake_server import FakeJudge, Reply, criteria_of, honest, truth, user_text
 
 CRITERIA = [Criterion(f"names fact number {i}", 1.0 - 2.0 * (i == 2)) for i in range(5)] + [Criterion("poisoned", -3.0)]
 RIGHT = [float(truth(c.text)) for c in CRITERIA]
@@ -96,6 +96,12 @@ REFUSED = {
     "content filter as a 400": (Reply(status=400, code="content_filter"), "content_filter", 2),
     "refusal": (Reply(None, refusal="I cannot help with that."), "refusal", 2),
     "prompt too long": (Reply(status=400, error="This model's maximum context length is 8192 tokens."), "too_long", 1),
+    "context size": (
+        Reply(status=400, error="the request exceeds the available context size", code="exceed_context_size_error"),
+        "too_long",
+        1,
+    ),
+    "context window": (Reply(status=400, error="Input exceeds the context window."), "too_long", 1),
     "a 400": (Reply(status=400, error="no"), "rejected", 1),
     "a 403": (Reply(status=403, error="blocked"), "rejected", 1),
 }
@@ -265,10 +271,33 @@ def test_a_dead_judge_stops_the_run_with_a_message():
     items = [GradeItem(str(i), ITEM.messages, "r", CRITERIA) for i in range(200)]
     with LlmGrader(config) as grader:
         start = time.monotonic()
-        with pytest.raises(JudgeUnavailable, match=rf"127\.0\.0\.1:{port}.*the last 4 calls failed.*connection"):
+        with pytest.raises(JudgeUnavailable, match=rf"127\.0\.0\.1:{port}.*on 4 responses, all failed.*connection"):
             grader.grade(items)
         assert time.monotonic() - start < 10.0
         assert grader.stats.calls < 300, "the other rows are not tried"
+
+
+def test_one_response_that_the_judge_rejects_does_not_stop_the_run():
+    many = [Criterion(f"fact {i}", 1.0) for i in range(20)]
+    bad, good = (GradeItem(r, ITEM.messages, r, many) for r in ("bad", "good"))
+
+    def answer(request):
+        return Reply(status=400, error="no") if "bad" in user_text(request) else honest(request)
+
+    with FakeJudge(answer) as server, grader_for(server, concurrency=4, breaker_failures=3) as grader:
+        assert grader.grade([bad, bad, good]) == [[None] * 20, [None] * 20, [float(truth(c.text)) for c in many]]
+        with pytest.raises(JudgeUnavailable, match="on 3 responses"):
+            grader.grade([bad, bad, bad])
+
+
+def test_half_a_surrogate_pair_is_judged_like_any_text():
+    torn = "a\ud800b"
+    criterion = Criterion(torn, 1.0, {"bands": {"1-2": torn, "9-10": "fine"}})
+    item = GradeItem("q", [{"role": "user", "content": torn}], torn, [criterion, Criterion(torn, 1.0)])
+    with FakeJudge() as server, grader_for(server) as grader:
+        assert None not in grader.grade([item])[0]
+        assert (grader.stats.retries, len(server.requests)) == (0, 2)
+        assert all(user_text(r).count("a\ufffdb") >= 3 for r in server.requests)
 
 
 def test_a_few_failures_among_successes_do_not_stop_the_run():

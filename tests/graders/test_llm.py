@@ -8,11 +8,13 @@ import sys
 import textwrap
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
+from rise_rl.graders import llm
 from rise_rl.graders.base import GradeItem
 from rise_rl.graders.errors import GraderError
 from rise_rl.graders.judge_cache import VerdictCache, cache_key
@@ -201,6 +203,39 @@ def test_grade_works_inside_a_running_loop_and_from_several_threads():
     assert results == {n: [right(items[n])] for n in range(6)}
 
 
+def test_threads_that_start_together_share_one_session(monkeypatch):
+    opened = []
+
+    class Slow(llm._Session):
+        def __init__(self, *given):
+            opened.append(self)
+            time.sleep(0.1)  # the others arrive meanwhile
+            super().__init__(*given)
+
+    monkeypatch.setattr(llm, "_Session", Slow)
+    with FakeJudge() as server, grader_for(server) as grader, ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(grader.grade, [[item()]] * 4)) == [[right(item())]] * 4
+    assert len(opened) == 1
+
+
+def test_a_template_that_fails_on_a_response_stops_the_run_and_says_so(tmp_path):
+    template = tmp_path / "own.j2"
+    template.write_text(
+        "{% block system %}Judge.{% endblock %}{% block user %}<response>{{ response }}</response>\n"
+        "{% for c in criteria %}{{ c.text }}{% endfor %}{% if 'tea' in response %}{{ 1 / 0 }}{% endif %}{% endblock %}"
+    )
+    with FakeJudge() as server, grader_for(server, template=template, concurrency=2) as grader:
+        with ThreadPoolExecutor(1) as pool:
+            graded = pool.submit(grader.grade, [item(str(i), "some tea") for i in range(20)])
+            try:
+                with pytest.raises(GraderError, match=r"own\.j2: ZeroDivisionError"):
+                    graded.result(timeout=20)
+            finally:
+                if not graded.done():
+                    grader.close()  # lets the thread go
+        assert server.requests == []
+
+
 def test_a_closed_grader_opens_again():
     with FakeJudge() as server:
         grader = grader_for(server)
@@ -260,6 +295,12 @@ def test_scores_are_voted_on_by_the_median():
     scores = ['{"score": 2}', '{"score": 9}', '{"score": 8}']
     with FakeJudge(by_seed(*scores)) as server, grader_for(server, votes=3, temperature=1.0, seed=0) as grader:
         assert grader.grade([item(criteria=[Criterion("a", 1.0, BANDS)])]) == [[pytest.approx(7 / 9)]]
+
+
+def test_two_scores_of_three_votes_give_one_that_was_given():
+    answers = ['{"score": 2}', NEITHER, '{"score": 9}']
+    with FakeJudge(by_seed(*answers)) as server, grader_for(server, votes=3, temperature=1.0, seed=0) as grader:
+        assert grader.grade([item(criteria=[Criterion("a", 1.0, BANDS)])]) == [[pytest.approx(1 / 9)]]
 
 
 @pytest.mark.parametrize("mode", ["single", "batched"])

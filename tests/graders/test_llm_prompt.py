@@ -163,6 +163,7 @@ def test_a_template_of_ones_own_protects_its_own_tags(tmp_path):
         (GOOD.replace("{{ response }}", ""), "expected response once"),
         (GOOD.replace("{{ c.text }}", ""), "expected criteria once"),
         (GOOD.replace("<answer>", "").replace("</answer>", ""), "between tags"),
+        (GOOD.replace("{% endfor %}", "{% endfor %}{% if again %}{{ agian }}{% endif %}"), "'agian' is undefined"),
         (BACKWARDS, "after the response"),
     ],
 )
