@@ -194,9 +194,12 @@ def check_data(
 ) -> None:
     """Say what is in a data file, and what is wrong with it; exit code 1 if any row is bad."""
     with errors_for_people():
+        from .config import ConfigError
         from .data import data_report
         from .inference import token_counter
 
+        if max_prompt_tokens is not None and model is None:
+            raise ConfigError("--max-prompt-tokens: expected --model too, whose tokenizer counts the tokens")
         report = data_report(source, token_counter(model) if model else None, max_prompt_tokens)
         say(report.text())
     if report.bad:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,9 @@ from ..data.reading import read_rows
 from ..rubric import Criterion, Verdict, as_verdict
 from .base import GradeItem, Grader
 from .llm import LlmGrader
+
+SHOWN = 5
+"""Disagreements that `as_lines` shows."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,7 @@ class JudgeCheck:
 
     rows: judged. tied: rows left out because their labels are a draw. repeats: times that every row was judged.
     agreement: mean of 1 - |verdict - label| over all known verdicts; for met / not met, the share that is right.
-    unknown_rate: share of unknown verdicts. stability: share of rows with the same outcome at every repeat.
+    unknown_rate: share of unknown verdicts. stability: share of rows with the same known verdict at every repeat.
     macro_f1, kappa: over known verdicts, if all of them and all labels are met or not met; macro_f1 is the mean of
     the F1 of "met" and of "not met", as in HealthBench's meta-evaluation. confusion: {(label, verdict): count},
     likewise. stats: the judge's counters, if it keeps any.
@@ -78,7 +82,9 @@ def judge_check(path: str | PathLike[str], grader: Grader, *, repeats: int = 3) 
         repeats=repeats,
         agreement=statistics.fmean(1.0 - abs(label - v) for label, v in known) if known else None,
         unknown_rate=1.0 - len(known) / (len(items) * repeats),
-        stability=sum(len(set(row)) == 1 for row in outcomes) / len(items) if repeats > 1 else None,
+        stability=sum(row[0] is not None and len(set(row)) == 1 for row in outcomes) / len(items)
+        if repeats > 1
+        else None,
         macro_f1=_macro_f1(confusion) if binary else None,
         kappa=_kappa(confusion) if binary else None,
         confusion=dict(confusion),
@@ -170,10 +176,13 @@ def _kappa(confusion: Mapping[tuple[float, float], int]) -> float | None:
 
 
 def as_lines(check: JudgeCheck) -> Sequence[str]:
-    """The result for people, a line each."""
+    """The result for people, a line each: the figures, the confusion, the cost, and the first disagreements."""
 
     def share(value: float | None) -> str:
         return "n/a" if value is None else f"{value:.1%}"
+
+    def value(verdict: Verdict) -> str:
+        return "unknown" if verdict is None else {1.0: "met", 0.0: "not met"}.get(verdict, f"{verdict:.2f}")
 
     lines = [
         f"{check.rows} labelled rows, judged {check.repeats} times"
@@ -186,4 +195,22 @@ def as_lines(check: JudgeCheck) -> Sequence[str]:
         lines.append(f"macro F1      {check.macro_f1:.3f}")
     if check.kappa is not None:
         lines.append(f"Cohen's kappa {check.kappa:.3f}")
+    for label in sorted({label for label, _ in check.confusion}, reverse=True):
+        counts = ", ".join(f"{check.confusion.get((label, v), 0)} {value(v)}" for v in (1.0, 0.0))
+        lines.append(f"{f'labelled {value(label)}:':<18}judged {counts}")
+    if check.stats:
+        s, latency = check.stats, check.stats["latency_p50_s"]
+        lines.append(
+            f"cost          {s['calls']} calls ({s['cache_hits']} verdicts from the cache), "
+            f"{s['prompt_tokens']} tokens in, {s['completion_tokens']} out"
+            + ("" if latency is None else f", median {latency:.2f} s a call")
+        )
+    if check.disagreements:
+        lines.append(
+            f"{len(check.disagreements)} rows judged against their label"
+            + (f", the first {SHOWN}:" if len(check.disagreements) > SHOWN else ":")
+        )
+    for d in check.disagreements[:SHOWN]:
+        judged, criterion = ", ".join(map(value, d.verdicts)), textwrap.shorten(d.criterion, 100, placeholder="...")
+        lines.append(f"  row {d.row}: labelled {value(d.label)}, judged {judged}: {criterion}")
     return lines

@@ -243,7 +243,8 @@ class JudgeClient:
             raise JudgeUnavailable(
                 f"{where}: the latest calls, on {failed} responses, all failed, each with up to "
                 f"{self.config.max_retries} retries within {self.config.deadline_s:g} s; the latest: "
-                f"{failure.cause}: {failure}. No verdict was made up; start the judge, or check judge.base_urls, and resume"
+                f"{failure.cause}: {failure}. No verdict was made up; start the judge, or check "
+                "judge.base_urls, and resume"
             )
 
 

@@ -11,6 +11,9 @@ from ..rubric import Criterion, Verdict, as_verdict
 from .base import GradeItem
 from .checks import CheckError, find
 
+VERSION = 1
+"""Counts up when a check comes to judge differently, so that a graded file's old verdicts are not taken over."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -31,8 +34,11 @@ def validate(criterion: Criterion) -> None:
 class RuleGrader:
     """An empty response meets no check, as in IFEval's own evaluation. A check that raises is an unknown verdict.
 
+    identity: what tells its verdicts from an earlier version's (`grade_file`).
     failures: how often each check raised; the first time of each is logged with its traceback.
     """
+
+    identity = f"rule checks {VERSION}"
 
     def __init__(self) -> None:
         self.failures: Counter[str] = Counter()

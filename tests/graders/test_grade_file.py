@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from rise_rl.data import DataError, Example, load_examples
+from rise_rl.graders import rule
 from rise_rl.graders.errors import GraderError
 from rise_rl.graders.grade_file import grade_file, grader_identity
 from rise_rl.graders.llm import JudgeConfig, JudgeUnavailable, LlmGrader
@@ -171,6 +172,11 @@ def test_identities_tell_graders_apart():
     names = [*map(grader_identity, routed), grader_identity(RuleGrader()), grader_identity(judge(model="m"))]
     assert len(set(names)) == len(names)
     assert grader_identity(judge()) == grader_identity(judge(concurrency=3, timeout_s=9, base_urls=("http://x/v1",)))
+
+
+def test_rule_verdicts_carry_the_version_of_the_checks():
+    assert grader_identity(RuleGrader()) == f"rule checks {rule.VERSION}"
+    assert f"rule=rule checks {rule.VERSION}" in grader_identity(RoutingGrader(RuleGrader(), None))
 
 
 @pytest.mark.slow  # starts and kills Python processes

@@ -44,7 +44,15 @@ def test_figures_by_hand(tmp_path):
     assert check.kappa == pytest.approx((6 / 9 - 40 / 81) / (1 - 40 / 81))
     assert check.stability == pytest.approx(3 / 5)
     assert [(d.row, d.criterion, d.label) for d in check.disagreements] == [(3, "c", 1.0), (5, "e", 0.0)]
-    assert any("66.7%" in line for line in as_lines(check))
+    lines = as_lines(check)
+    assert any("66.7%" in line for line in lines)
+    assert "labelled met:     judged 3 met, 2 not met" in lines
+    assert "labelled not met: judged 1 met, 3 not met" in lines
+    assert lines[-3:] == [
+        "2 rows judged against their label:",
+        "  row 3: labelled met, judged not met, not met: c",
+        "  row 5: labelled not met, judged met, not met: e",
+    ]
 
 
 def test_graded_labels(tmp_path):
@@ -52,6 +60,20 @@ def test_graded_labels(tmp_path):
     check = judge_check(path, Scripted({"a": 1.0, "b": 1.0}), repeats=1)
     assert check.agreement == pytest.approx(0.75)
     assert (check.macro_f1, check.kappa, check.stability) == (None, None, None)
+
+
+def test_a_row_that_stays_unknown_is_not_stable(tmp_path):
+    runs = [{"a": 1.0, "b": None, "c": 0.0}] * 2
+    check = judge_check(labelled(tmp_path, {"a": 1, "b": 1, "c": 0}), Scripted(*runs), repeats=2)
+    assert check.stability == pytest.approx(2 / 3)
+
+
+def test_only_the_first_disagreements_are_shown(tmp_path):
+    names = "abcdefg"
+    check = judge_check(labelled(tmp_path, dict.fromkeys(names, 1)), Scripted(dict.fromkeys(names, 0.5)), repeats=1)
+    lines = as_lines(check)
+    assert lines[-6] == "7 rows judged against their label, the first 5:"
+    assert lines[-1] == "  row 5: labelled met, judged 0.50: e"
 
 
 def test_nothing_known(tmp_path):
@@ -79,6 +101,7 @@ def test_a_judge_is_asked_anew_at_every_repeat(tmp_path):
         assert check.agreement == pytest.approx(17 / 18)
         assert check.stability == pytest.approx(5 / 6)
         assert check.stats["calls"] == 18
+        assert any("18 calls (0 verdicts from the cache), 1800 tokens in, 180 out" in line for line in as_lines(check))
         with LlmGrader(config) as judge:
             assert judge_check(path, judge, repeats=3).agreement == check.agreement
         assert len(server.requests) == 18, "a second check is answered from the cache, repeat by repeat"

@@ -165,6 +165,12 @@ def test_data_check_says_what_is_there_and_what_is_wrong(tiny_config):
     assert "1 bad" in output
 
 
+def test_data_check_counts_no_tokens_without_a_model(tiny_config):
+    code, output = run("data", "check", tiny_config().parent / "train.jsonl", "--max-prompt-tokens", 1)
+    assert code == 2
+    assert "--max-prompt-tokens: expected --model too" in output
+
+
 def test_grade_writes_verdicts_beside_the_responses(tiny_config, tmp_path):
     config = tiny_config()
     responses = tmp_path / "responses.jsonl"
