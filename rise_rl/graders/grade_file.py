@@ -180,7 +180,8 @@ def _end_last_line(file: Any) -> None:
 
 def _write(output: Path, rows: Iterator[Mapping[str, Any]]) -> None:
     aside = output.with_name(output.name + ".tmp")
-    with aside.open("w", encoding="utf-8") as file:
+    # Half a surrogate pair has no UTF-8; its backslash form is what JSON writes for it.
+    with aside.open("w", encoding="utf-8", errors="backslashreplace") as file:
         for row in rows:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
         file.flush()

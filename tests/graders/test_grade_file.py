@@ -136,6 +136,13 @@ def test_bad_rows_are_named_before_anything_is_graded(tmp_path, rows, message):
     assert [p.name for p in tmp_path.iterdir()] == ["in.jsonl"]
 
 
+def test_half_a_surrogate_pair_is_written_as_it_was_read(tmp_path):
+    source = write(tmp_path / "in.jsonl", [{"uid": "q0", "response": "é \ud800"}])
+    grade_file(source, EXAMPLES, tmp_path / "out.jsonl", Recorder())
+    assert read(tmp_path / "out.jsonl")[0]["response"] == "é \ud800"
+    assert "é" in (tmp_path / "out.jsonl").read_text(encoding="utf-8")
+
+
 def test_a_file_of_another_kind_is_never_overwritten(tmp_path):
     source = responses(tmp_path)
     with pytest.raises(GraderError, match="would overwrite the responses"):
