@@ -20,7 +20,6 @@ RuntimeError where the named backend cannot run, and for a double backward pass.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import wraps
 from typing import NamedTuple, ParamSpec, TypeVar
 
@@ -31,7 +30,7 @@ from . import checks, reference
 from .autograd import FusedCall, StatsCall, apply_fused, apply_stats, wanted
 from .backend import LinearHead, Options
 from .results import GuideLoss, PolicyLoss, RiseLoss, TokenStats
-from .rows import RowPlan, plan_rows, power_of_two_scale
+from .rows import plan_rows, power_of_two_scale
 from .select import BackendName, select_backend
 from .token_losses import KlEstimator, LossSpec, TokenRows, loss_parts
 
@@ -74,13 +73,12 @@ def linear_logprob(
     checks.check_head(hidden, weight, target, bias, temperature, softcap, ignore_index, options)
     chosen = select_backend(backend, hidden.device)
     plan = plan_rows(target, weight.shape[0], ignore_index)
-    options = _left(options or Options(), plan, hidden)
-    rows = plan.take(_compute_dtype(hidden))
-    head = LinearHead(rows, weight, plan.take(target), bias, temperature, softcap)
+    rows = plan.head(_compute_dtype(hidden))
+    head = LinearHead(rows, weight, plan.take(target), bias, temperature, softcap, plan.order)
     if chosen is None:
         stats = reference.stats(head, with_entropy=with_entropy)
     else:
-        call = StatsCall(chosen, head.target, temperature, softcap, with_entropy, options)
+        call = StatsCall(chosen, head.target, plan.order, temperature, softcap, with_entropy, options or Options())
         stats = apply_stats(rows, weight, bias, call, wanted(rows, weight, bias))
     return TokenStats(*(None if x is None else plan.put(x) for x in stats))
 
@@ -244,15 +242,16 @@ def _token_loss(
     plan = plan_rows(
         args.target, args.weight.shape[0], args.ignore_index, rows.token_weight != 0, coefficient_bound != 0
     )
-    hidden = plan.take(_compute_dtype(args.hidden))
-    head = LinearHead(hidden, args.weight, plan.take(args.target), args.bias, args.temperature, args.softcap)
+    hidden = plan.head(_compute_dtype(args.hidden))
+    head = LinearHead(
+        hidden, args.weight, plan.take(args.target), args.bias, args.temperature, args.softcap, plan.order
+    )
     rows = rows.map(plan.take)
     if chosen is None:
         loss, stats, losses = reference.fused_loss(head, rows, spec, with_entropy=with_entropy)
     else:
         scale = power_of_two_scale(plan.take(coefficient_bound)[: plan.n_grad])
-        left = _left(options or Options(), plan, args.hidden)
-        call = FusedCall(chosen, head, rows, spec, scale, plan.n_grad, with_entropy, left)
+        call = FusedCall(chosen, head, rows, spec, scale, plan.n_grad, with_entropy, options or Options())
         needs = wanted(hidden, args.weight, args.bias)
         loss, stats, losses = apply_fused(hidden, args.weight, args.bias, call, needs)
     policy_loss, guide_loss = loss_parts(losses, rows)
@@ -288,8 +287,3 @@ def _compute_dtype(hidden: Tensor) -> Tensor:
     """Under autocast, in autocast's type, as torch.nn.functional.linear would have it."""
     device = hidden.device.type
     return hidden.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else hidden
-
-
-def _left(options: Options, plan: RowPlan, hidden: Tensor) -> Options:
-    """The budget without the copy of the chosen rows."""
-    return replace(options, budget=max(1, options.budget - plan.copied_bytes(hidden)))

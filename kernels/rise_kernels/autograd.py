@@ -41,6 +41,7 @@ class StatsCall:
 
     backend: Backend
     target: Tensor
+    order: Tensor | None
     temperature: float
     softcap: float | None
     with_entropy: bool
@@ -72,7 +73,7 @@ def forbid_double_backward() -> None:
 def run_fused(call: FusedCall, needs: Needs) -> tuple[RowStats, TokenLosses, Grads]:
     """The backend's answer; a gradient that is needed and None is 0 (there are no rows that could have one)."""
     with torch.no_grad(), plain_precision(call.head.hidden.device):
-        if call.head.hidden.shape[0] == 0:
+        if call.head.n == 0:
             stats = _no_rows(call.scale, call.with_entropy)
             return stats, token_losses(stats.logprob, call.rows, call.spec), Grads(None, None, None)
         n_grad = call.n_grad if any(needs) else 0
@@ -90,7 +91,7 @@ def run_fused(call: FusedCall, needs: Needs) -> tuple[RowStats, TokenLosses, Gra
 
 def run_stats(head: LinearHead, call: StatsCall) -> RowStats:
     with torch.no_grad(), plain_precision(head.hidden.device):
-        if head.hidden.shape[0] == 0:
+        if head.n == 0:
             return _no_rows(head.hidden, call.with_entropy)
         return call.backend.stats(head, with_entropy=call.with_entropy, options=call.options)
 
@@ -111,7 +112,7 @@ class FusedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: FusedCall, needs: Needs):
         stats, losses, grads = run_fused(call, needs)
-        ctx.save_for_backward(call.scale, *grads)
+        ctx.save_for_backward(call.scale, call.head.order, *grads)
         ctx.needs = needs
         ctx.like = [None if x is None else _like(x) for x in (hidden, weight, bias)]
         return sum(loss_parts(losses, call.rows)), stats, losses
@@ -119,9 +120,12 @@ class FusedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, *_: Any):
         forbid_double_backward()
-        scale, *grads = ctx.saved_tensors
+        scale, order, *grads = ctx.saved_tensors
         factor = upstream.float() / scale
-        out = [_scaled(grad, factor, *like) if need else None for grad, need, like in zip(grads, ctx.needs, ctx.like)]
+        out = [
+            _scaled(grad, factor, *like, rows=rows) if need else None
+            for grad, need, like, rows in zip(grads, ctx.needs, ctx.like, (order, None, None))
+        ]
         return *out, None, None
 
 
@@ -129,16 +133,27 @@ def _like(x: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
     return x.shape, x.dtype, x.device
 
 
-def _scaled(grad: Tensor | None, factor: Tensor, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """grad * factor in the parameter's type, multiplied in float32; never in place, the graph may be used again."""
+def _scaled(
+    grad: Tensor | None, factor: Tensor | float, shape: torch.Size, dtype: torch.dtype, device: torch.device,
+    *, rows: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """grad * factor in the parameter's type, multiplied in float32; never in place, the graph may be used again.
+
+    rows int64: where grad's rows belong in the parameter, the others being 0; None: grad has the parameter's shape.
+    """
     if grad is None:
         return torch.zeros(shape, dtype=dtype, device=device)
-    if grad.dtype == dtype == torch.float32:
+    if rows is None and grad.dtype == dtype == torch.float32:
         return grad * factor
-    out = torch.empty(shape, dtype=dtype, device=device)
+    out = (torch.empty if rows is None else torch.zeros)(shape, dtype=dtype, device=device)
     step = max(1, _SCALE_SLAB // max(1, shape[1:].numel()))
-    for start in range(0, shape[0], step):
-        out[start : start + step] = grad[start : start + step].to(torch.float32, copy=True).mul_(factor)
+    for start in range(0, grad.shape[0], step):
+        part = slice(start, start + step)
+        piece = grad[part].to(torch.float32, copy=True).mul_(factor)
+        if rows is None:
+            out[part] = piece
+        else:
+            out.index_copy_(0, rows[part], piece.to(dtype))
     return out
 
 
@@ -159,7 +174,7 @@ class LogProb(torch.autograd.Function):
         hidden, weight, bias, *stats = ctx.saved_tensors
         call: StatsCall = ctx.call
         like = (hidden, weight, bias)
-        if hidden.shape[0] == 0:
+        if call.target.shape[0] == 0:
             return *(torch.zeros_like(x) if need else None for x, need in zip(like, ctx.needs)), None, None
         scale = None
         if hidden.dtype == torch.float16:  # small upstream gradients would be flushed to 0 inside the products
@@ -177,13 +192,19 @@ class LogProb(torch.autograd.Function):
                 needs=ctx.needs,
                 options=call.options,
             )
-        if scale is None:
-            return *(None if g is None else g.to(x.dtype) for g, x in zip(grads, like)), None, None
-        return *(None if g is None else _scaled(g, 1 / scale, *_like(x)) for g, x in zip(grads, like)), None, None
+        out = []
+        for grad, x, rows in zip(grads, like, (call.order, None, None)):
+            if grad is None:
+                out.append(None)
+            elif scale is None and rows is None:
+                out.append(grad.to(x.dtype))
+            else:
+                out.append(_scaled(grad, 1.0 if scale is None else 1 / scale, *_like(x), rows=rows))
+        return *out, None, None
 
 
 def _head(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: StatsCall) -> LinearHead:
-    return LinearHead(hidden, weight, call.target, bias, call.temperature, call.softcap)
+    return LinearHead(hidden, weight, call.target, bias, call.temperature, call.softcap, call.order)
 
 
 def apply_fused(

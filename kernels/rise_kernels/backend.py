@@ -20,9 +20,10 @@ from .token_losses import LossSpec, TokenLosses, TokenRows
 class LinearHead:
     """The head and the rows it is applied to: z = softcap(hidden @ weight.T + bias) / temperature.
 
-    hidden [n, D] (any float dtype, any strides), weight [V, D] (any float dtype, any strides), target int64 [n] with
-    every value in [0, V), bias [V] or None. Under autocast `hidden` is already in the compute dtype and `weight` may
-    still be float32: a backend casts the weight slab by slab, inside its byte budget.
+    hidden [N, D] (any float dtype, any strides), weight [V, D] (any float dtype, any strides), target int64 [n] with
+    every value in [0, V), bias [V] or None. `order` int64 [n]: the rows of hidden that count, in their order; None:
+    all of them as they stand (n = N). A backend gathers them chunk by chunk. Under autocast `hidden` is already in the
+    compute dtype and `weight` may still be float32: a backend casts the weight slab by slab, inside its byte budget.
     """
 
     hidden: Tensor
@@ -31,11 +32,23 @@ class LinearHead:
     bias: Tensor | None
     temperature: float
     softcap: float | None
+    order: Tensor | None = None
+
+    @property
+    def n(self) -> int:
+        return self.target.shape[0]
+
+    def rows(self, part: slice) -> Tensor:
+        """Rows `part` of the n, [.., D]: a view of hidden, or gathered."""
+        return self.hidden[part] if self.order is None else self.hidden.index_select(0, self.order[part])
 
 
 @dataclass(frozen=True)
 class Options:
-    """budget: bytes of temporary workspace a call may hold beyond its inputs, its results and the float32 dW."""
+    """budget: bytes of temporary workspace a call may hold beyond its inputs, its results and the float32 dW.
+
+    Under autocast hidden in autocast's type counts as an input.
+    """
 
     budget: int = 512 << 20
 

@@ -29,7 +29,7 @@ class _Workspace:
     """How a call is cut up, and its one [rows, V] buffer."""
 
     def __init__(self, head: LinearHead, options: Options, *, backward: bool):
-        n, d = head.hidden.shape
+        n, d = head.n, head.weight.shape[1]
         v = head.weight.shape[0]
         cpu = head.hidden.device.type == "cpu"
         budget = min(options.budget, CPU_WORKSPACE) if cpu else options.budget
@@ -41,11 +41,12 @@ class _Workspace:
         self.native = head.hidden.dtype != torch.float32 and _multiplies_into_float32(head.hidden.device)
         self.compute = head.hidden.dtype if self.native else torch.float32
         # A weight in hidden's own type is used as it stands if that is also the products' type.
-        self.recast = not (head.weight.dtype == head.hidden.dtype == self.compute and _blas_ready(head.weight))
-        self.slab = v
-        if self.recast:
+        recast = not (head.weight.dtype == head.hidden.dtype == self.compute and _blas_ready(head.weight))
+        self.slab, self.copy = v, None
+        if recast:
             slab_row = d * (self.compute.itemsize + head.hidden.dtype.itemsize)
             self.slab = min(v, max(1, budget // 4 // slab_row))
+            self.copy = torch.empty(self.slab, d, dtype=self.compute, device=head.hidden.device)
             budget -= self.slab * slab_row
         row = 4 * v + 12 * d
         if backward:
@@ -68,17 +69,18 @@ class _Workspace:
             yield slice(start, min(n, start + self.block))
 
     def weight_slabs(self) -> Iterator[tuple[slice, Tensor]]:
+        """(entries, weight) for slabs of the vocabulary; copies go to one buffer, so one lives until the next."""
         weight = self.head.weight
-        if not self.recast:
+        if self.copy is None:
             yield slice(None), weight
             return
         for start in range(0, weight.shape[0], self.slab):
             part = slice(start, min(weight.shape[0], start + self.slab))
             # Through hidden's type: under autocast the weight is rounded as F.linear would round it.
-            yield part, weight[part].to(self.head.hidden.dtype).to(self.compute).contiguous()
+            yield part, self.copy[: part.stop - start].copy_(weight[part].to(self.head.hidden.dtype))
 
     def hidden(self, part: slice) -> Tensor:
-        rows = self.head.hidden[part].to(self.compute)
+        rows = self.head.rows(part).to(self.compute)
         return rows if _blas_ready(rows) else rows.contiguous()
 
     def products(self, hidden: Tensor) -> Tensor:
@@ -116,7 +118,7 @@ class _Accumulator:
     def __init__(self, work: _Workspace, needs: Needs):
         self.work = work
         head = work.head
-        n, d = head.hidden.shape
+        n, d = head.n, head.weight.shape[1]
         v = head.weight.shape[0]
         device = head.hidden.device
         self.hidden = torch.zeros(n, d, dtype=head.hidden.dtype, device=device) if needs.hidden else None
@@ -160,10 +162,7 @@ class ChunkedBackend:
 
     def stats(self, head: LinearHead, *, with_entropy: bool, options: Options) -> RowStats:
         work = _Workspace(head, options, backward=False)
-        parts = [
-            _exponentials(work, part, work.hidden(part), with_entropy).stats
-            for part in work.chunks(0, head.hidden.shape[0])
-        ]
+        parts = [_exponentials(work, part, work.hidden(part), with_entropy).stats for part in work.chunks(0, head.n)]
         return _join(parts)
 
     def stats_backward(
@@ -189,7 +188,7 @@ class ChunkedBackend:
         others = constant if slope is None else constant + slope * stats.logprob.clamp(min=LOWEST)
         at_target = -torch.expm1(stats.logprob) * grad_logprob + stats.logprob.exp() * others
         constant = constant - grad_logprob
-        for part in work.chunks(0, head.hidden.shape[0]):
+        for part in work.chunks(0, head.n):
             hidden = work.hidden(part)
             dz = work.products(hidden)
             for block in work.blocks(dz.shape[0]):
@@ -219,7 +218,7 @@ class ChunkedBackend:
         work = _Workspace(head, options, backward=n_grad > 0)
         out = _Accumulator(work, needs)
         stats, losses = [], []
-        for part in (*work.chunks(0, n_grad), *work.chunks(n_grad, head.hidden.shape[0])):
+        for part in (*work.chunks(0, n_grad), *work.chunks(n_grad, head.n)):
             hidden = work.hidden(part)
             chunk = _exponentials(work, part, hidden, with_entropy)
             stats.append(chunk.stats)

@@ -18,7 +18,7 @@ def logits(head: LinearHead) -> Tensor:
         weight = head.weight.float()
         if head.weight.dtype != head.hidden.dtype:
             weight = weight + (weight.to(head.hidden.dtype).float() - weight).detach()
-        z = _Product.apply(head.hidden.float(), weight)
+        z = _Product.apply(head.rows(slice(None)).float(), weight)
         if head.bias is not None:
             z = z + head.bias.float()
         if head.softcap is not None:

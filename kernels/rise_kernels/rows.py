@@ -24,9 +24,11 @@ class RowPlan:
 
     def take(self, x: Tensor) -> Tensor:
         """The chosen rows of x [N, ...]. Differentiable."""
-        if self.order is not None:
-            return x.index_select(0, self.order)
-        return x if self.n == self.total else x[: self.n]
+        return self.head(x) if self.order is None else x.index_select(0, self.order)
+
+    def head(self, x: Tensor) -> Tensor:
+        """What `order` indexes: x [N, ...], or its first n rows where they are the chosen ones. Differentiable."""
+        return x if self.order is not None or self.n == self.total else x[: self.n]
 
     def put(self, x: Tensor) -> Tensor:
         """x [n] back in the caller's order [N], 0 (or False) on the rows that were not chosen. Differentiable."""
@@ -36,10 +38,6 @@ class RowPlan:
         if self.order is None:
             return torch.cat((x, out[self.n :]))
         return out.index_copy(0, self.order, x)
-
-    def copied_bytes(self, hidden: Tensor) -> int:
-        """What `take(hidden)` holds beyond hidden itself."""
-        return 0 if self.order is None else self.n * hidden.shape[1] * hidden.element_size()
 
 
 def plan_rows(

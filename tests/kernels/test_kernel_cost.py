@@ -135,6 +135,67 @@ def test_temporaries_of_logprob_stay_in_the_budget(backend, dtype):
     assert memory.peak <= budget + grads + vectors
 
 
+class Products(TorchDispatchMode):
+    """How many matrix products torch does."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket.__name__ in ("mm", "addmm")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("function", ["loss", "logprob"])
+def test_ignored_rows_between_the_others_cost_no_budget(backend, function):
+    """The chosen rows are four times the budget: they are gathered chunk by chunk.
+
+    A chunk holds as many bytes of gathered rows as of logits here, so about twice as many chunks are right."""
+    n, d, v, budget = 512, 256, 256, 64 << 10
+    keywords = {"backend": backend, "options": Options(budget=budget)}
+
+    def run(case):
+        hidden, weight = leaf(case.hidden), leaf(case.weight)
+        if function == "loss":
+            return rise_kernels.linear_guide_loss(hidden, weight, case.target, case.token_weight, **keywords).loss
+        return rise_kernels.linear_logprob(hidden, weight, case.target, **keywords).logprob.sum()
+
+    def products(case):
+        with Products() as torch_products, triton_launches() as launches:
+            run(case).backward()
+        return torch_products.count + len(launches.gemms)
+
+    apart = inputs(n, d, v)
+    apart.target[::2] = -100
+    assert products(apart) <= 2.5 * products(inputs(n // 2, d, v))
+    with LiveBytes() as memory:
+        value = run(apart)
+    results = (function == "loss") * (n // 2 * d * 4 + 4 * v * d)
+    assert memory.peak <= results + budget + 40 * 4 * n
+    value.backward()
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("rows", ["all", "half of advantage 0", "half ignored"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_copied_operands_stay_in_the_budget(backend, autocast, rows, dtype):
+    """D = 18: rows that are not aligned to 16 bytes are copied, slab by slab and chunk by chunk."""
+    n, d, v, budget = 256, 18, 1024, 128 << 10
+    case = random_case(n, d, v, kind="policy", dtype=dtype)
+    case.target, case.token_weight = torch.arange(n), torch.full((n,), 1.0 / n)
+    case.advantage = torch.ones(n)
+    if rows == "half of advantage 0":
+        case.advantage[::2] = 0.0
+    if rows == "half ignored":
+        case.target[::2] = -100
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), LiveBytes() as memory:
+        call(case, backend, options=Options(budget=budget))
+    inputs_cast = (autocast and dtype == torch.float32) * 2 * n * d
+    results = n * d * (2 if autocast else case.hidden.element_size()) + 4 * v * d
+    assert memory.peak <= inputs_cast + results + budget + 40 * 4 * n
+
+
 def test_a_frozen_head_allocates_no_weight_gradient(backend):
     case = inputs()
     hidden = leaf(case.hidden)

@@ -26,7 +26,7 @@ class _Accumulator:
     """dH, dW and db of a call. dW and db are float32; dH has hidden's type and is added up in float32."""
 
     def __init__(self, kernels: Kernels, needs: Needs, *, n_grad: int):
-        n, device = kernels.head.hidden.shape[0], kernels.device
+        n, device = kernels.head.n, kernels.device
         make = torch.empty if n_grad else torch.zeros
         self.hidden = make(n, kernels.depth, dtype=kernels.dtype, device=device) if needs.hidden else None
         if self.hidden is not None:
@@ -70,7 +70,7 @@ class TritonBackend:
         with _on(head):
             kernels = Kernels(head)
             out = _empty_stats(kernels, with_entropy)
-            for part, tiles in _statistics(kernels, options.budget, 0, head.hidden.shape[0], with_entropy):
+            for part, tiles in _statistics(kernels, options.budget, 0, head.n, with_entropy):
                 kernels.statistics(tiles, RowStats(*_take(out, part)))
             return out
 
@@ -88,9 +88,10 @@ class TritonBackend:
     ) -> tuple[RowStats, TokenLosses, Grads]:
         with _on(head):
             kernels = Kernels(head)
-            n, device = head.hidden.shape[0], kernels.device
+            n, device = head.n, kernels.device
             rows = rows.map(Tensor.contiguous)
             stats, losses = _empty_stats(kernels, with_entropy), _empty_losses(rows, n, device)
+            _losses_only(kernels, rows, spec, scale, stats, losses, budget=options.budget, start=n_grad)
             grads = _Accumulator(kernels, needs, n_grad=n_grad)
             step, size = _fused_plan(kernels, needs, options.budget, n_grad, with_entropy)
             parts = chunks(0, n_grad, step)
@@ -115,12 +116,7 @@ class TritonBackend:
                 for slab in kernels.slabs(size):
                     grads.add(dlogits[:, slab.start : slab.stop], hidden, slab)
                 grads.end()
-            for part, tiles in _statistics(kernels, options.budget, n_grad, n, with_entropy):
-                unused = torch.empty(2, part.stop - part.start, device=device)
-                kernels.losses(
-                    tiles, RowStats(*_take(stats, part)), rows.map(itemgetter(part)), spec, scale,
-                    TokenLosses(*_take(losses, part)), *unused,
-                )  # fmt: skip
+                del hidden  # it may be a copy, and the next chunk's is made before the name is bound again
             return stats, losses, grads.grads()
 
     def stats_backward(
@@ -136,7 +132,7 @@ class TritonBackend:
     ) -> Grads:
         with _on(head), torch.no_grad():
             kernels = Kernels(head)
-            n = head.hidden.shape[0]
+            n = head.n
             own, other, tilt = _upstream(stats, grad_logprob, grad_logsumexp, grad_entropy, kernels.grad_scale)
             step, size = _backward_plan(kernels, needs, options.budget)
             grads = _Accumulator(kernels, needs, n_grad=n)
@@ -159,6 +155,7 @@ class TritonBackend:
                     )
                     grads.add(dlogits, hidden, slab)
                 grads.end()
+                del hidden  # as in fused_loss
             return grads.grads()
 
 
@@ -172,9 +169,7 @@ def _take(vectors: tuple[Tensor | None, ...], part: slice) -> list:
 
 
 def _empty_stats(kernels: Kernels, with_entropy: bool) -> RowStats:
-    logprob, logsumexp, *entropy = torch.empty(
-        2 + with_entropy, kernels.head.hidden.shape[0], device=kernels.device
-    ).unbind()
+    logprob, logsumexp, *entropy = torch.empty(2 + with_entropy, kernels.head.n, device=kernels.device).unbind()
     return RowStats(logprob, logsumexp, entropy[0] if entropy else None)
 
 
@@ -183,6 +178,20 @@ def _empty_losses(rows: TokenRows, n: int, device: torch.device) -> TokenLosses:
     loss, dloss, ratio, support, *kl = torch.empty(4 + has_kl, n, device=device).unbind()
     clipped = torch.empty(n, dtype=torch.bool, device=device)
     return TokenLosses(loss, dloss, ratio, clipped, support, kl[0] if kl else None)
+
+
+def _losses_only(
+    kernels: Kernels, rows: TokenRows, spec: LossSpec, scale: Tensor, stats: RowStats, losses: TokenLosses,
+    *, budget: int, start: int,
+) -> None:  # fmt: skip
+    """Statistics and losses of the rows from `start` on, which have no gradient. A function of its own, called first,
+    so that its temporaries are gone before those of the rows with one are made."""
+    for part, tiles in _statistics(kernels, budget, start, kernels.head.n, stats.entropy is not None):
+        unused = torch.empty(2, part.stop - part.start, device=kernels.device)
+        kernels.losses(
+            tiles, RowStats(*_take(stats, part)), rows.map(itemgetter(part)), spec, scale,
+            TokenLosses(*_take(losses, part)), *unused,
+        )  # fmt: skip
 
 
 def _statistics(
@@ -201,6 +210,7 @@ def _statistics(
         hidden, target = kernels.hidden(part), kernels.target[part]
         for slab in kernels.slabs(size):
             kernels.forward(hidden, slab, target, tiles, None)
+        del hidden  # as in fused_loss
         yield part, tiles
 
 
@@ -237,7 +247,7 @@ def _backward_plan(kernels: Kernels, needs: Needs, budget: int) -> tuple[int, in
     per_row = kernels.row_bytes(False) + kernels.partial_bytes(needs)
     per_entry = (0 if kernels.weight_ready else kernels.weight_row_bytes) + 4 * needs.bias
     budget -= kernels.cast_bytes
-    n = kernels.head.hidden.shape[0]
+    n = kernels.head.n
     spare = budget // 2 - per_entry * kernels.width
     rows = chunk_rows(
         n, spare, per_row + kernels.width * itemsize, depth=kernels.depth, multiprocessors=kernels.programs

@@ -16,7 +16,7 @@ from ..backend import LinearHead, Needs
 from ..token_losses import LossSpec, TokenLosses, TokenRows
 from .logits import backward_kernel, forward_kernel
 from .plan import slab_size
-from .products import Slab, cast_bytes, is_ready, padded, ready, slabs
+from .products import Slab, aligned, cast_bytes, is_ready, padded, ready
 from .rows import dlogits_kernel, loss_kernel, statistics_kernel
 from .tiles import has_descriptors, programs, stat_width
 
@@ -50,7 +50,8 @@ class Kernels:
         self.bias = None if head.bias is None else head.bias.contiguous()
         self.target = head.target.contiguous()
         self.weight_ready = is_ready(head.weight, self.dtype)
-        self.hidden_ready = is_ready(head.hidden, self.dtype)
+        self.hidden_ready = head.order is None and is_ready(head.hidden, self.dtype)
+        self._slab: Tensor | None = None
         self.descriptors = has_descriptors(self.device)
         self.programs = programs(self.device)
         self.grad_scale = FP16_GRADS if self.dtype == torch.float16 else 1.0
@@ -58,7 +59,16 @@ class Kernels:
         self.cast_bytes, self._cast_row_bytes = cast_bytes(self.depth, self.dtype, self.device)
 
     def slabs(self, size: int) -> Iterator[Slab]:
-        return slabs(self.head.weight, self.dtype, size)
+        """The weight by `size` vocabulary entries; one that the kernels cannot read (another type under autocast,
+        strides, alignment) a copy at a time, in one buffer: a slab is gone when the next is asked for."""
+        weight = self.head.weight
+        if not self.weight_ready and self._slab is None:
+            self._slab = aligned(size, self.depth, self.dtype, self.device)
+        for start in range(0, self.vocab, size):
+            part = weight[start : start + size]
+            if self._slab is not None:
+                part = self._slab[: part.shape[0]].copy_(part)
+            yield Slab(start, start + part.shape[0], part)
 
     def slab_plan(self, budget: int) -> tuple[int, int]:
         """Vocabulary entries per slab, and the bytes of its copy; (all, 0) where the weight is read in place."""
@@ -77,7 +87,11 @@ class Kernels:
         return 4 * self.depth if needs.hidden and self.dtype != torch.float32 else 0
 
     def hidden(self, part: slice) -> Tensor:
-        return ready(self.head.hidden[part], self.dtype)
+        head = self.head
+        if head.order is None:
+            return ready(head.hidden[part], self.dtype)
+        copy = aligned(part.stop - part.start, self.depth, self.dtype, self.device)
+        return torch.index_select(head.hidden, 0, head.order[part], out=copy)
 
     def workspace(self, rows: int, columns: int) -> Tensor:
         """[rows, columns] of 16-bit or float32 storage, rows padded for alignment."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -27,8 +26,12 @@ def ready(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x [m, d], or a copy of it that `is_ready`."""
     if is_ready(x, dtype):
         return x
-    copy = torch.empty(x.shape[0], padded(x.shape[1], dtype.itemsize), dtype=dtype, device=x.device)[:, : x.shape[1]]
-    return copy.copy_(x)
+    return aligned(*x.shape, dtype, x.device).copy_(x)
+
+
+def aligned(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An empty matrix [rows, columns] that `is_ready`."""
+    return torch.empty(rows, padded(columns, dtype.itemsize), dtype=dtype, device=device)[:, :columns]
 
 
 @dataclass(frozen=True)
@@ -38,18 +41,6 @@ class Slab:
     start: int
     stop: int
     weight: Tensor
-
-    @property
-    def columns(self) -> slice:
-        return slice(self.start, self.stop)
-
-
-def slabs(weight: Tensor, dtype: torch.dtype, size: int) -> Iterator[Slab]:
-    """The weight by `size` vocabulary entries. Copied, a slab at a time, only if the kernels cannot read it: another
-    type (autocast), strides or alignment."""
-    for start in range(0, weight.shape[0], size):
-        stop = min(weight.shape[0], start + size)
-        yield Slab(start, stop, ready(weight[start:stop], dtype))
 
 
 def add_product(out: Tensor, a: Tensor, b: Tensor, *, first: bool, alpha: float) -> None:
