@@ -10,9 +10,11 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 ROOT = Path(__file__).parent.parent
 LIMIT = 54  # compilations, and 6 for the launches: each takes seconds where Triton's cache is cold
@@ -47,8 +49,10 @@ def test_everything_compiles_for_every_architecture(reports):
 
 
 def test_nothing_spills(reports):
-    """Stack bytes are registers that went to memory."""
-    assert not [label(r) for r in reports if r["stack"]]
+    """Stack bytes are registers that went to memory. The compiler of Triton before 3.9 spills a few in the GEMMs with a
+    softcap (docs/kernels.md)."""
+    exempt = "softcap" if Version(version("triton")) < Version("3.9") else None
+    assert not [label(r) for r in reports if r["stack"] and (exempt is None or exempt not in r["variant"])]
 
 
 def test_shared_memory_fits(reports):

@@ -173,6 +173,8 @@ class LogProb(torch.autograd.Function):
         forbid_double_backward()
         hidden, weight, bias, *stats = ctx.saved_tensors
         call: StatsCall = ctx.call
+        if all(g is None for g in upstream):  # nothing after it has a gradient
+            return None, None, None, None, None
         like = (hidden, weight, bias)
         if call.target.shape[0] == 0:
             return *(torch.zeros_like(x) if need else None for x, need in zip(like, ctx.needs)), None, None

@@ -133,7 +133,7 @@ class _Accumulator:
             dz *= work.slope[: dz.shape[0]]
         factor = (factor / work.head.temperature)[:, None]
         if work.native:
-            dz, factor = (dz.mul_(factor)).to(work.compute), None
+            dz, factor = _saturate(dz.mul_(factor), work.compute).to(work.compute), None
         if self.bias is not None:
             self.bias += dz.sum(0, dtype=torch.float32) if factor is None else torch.mv(dz.T, factor[:, 0])
         if self.hidden is not None:
@@ -151,7 +151,7 @@ class _Accumulator:
         if factor is not None:
             total *= factor
         if not direct:
-            out.copy_(total)
+            out.copy_(_saturate(total, out.dtype))
 
     def grads(self) -> Grads:
         return Grads(self.hidden, self.weight, self.bias)
@@ -253,6 +253,12 @@ def _exponentials(work: _Workspace, part: slice, hidden: Tensor, with_entropy: b
     log_total = torch.where(at_target == 0, torch.log1p(rest), total.log())
     entropy = log_total - weighted / total if with_entropy else None
     return _Exponentials(z, total, rest, RowStats(at_target - log_total, top + log_total, entropy))
+
+
+def _saturate(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32 x, in place, held within float16's range if that is `dtype`: an infinity would make NaN of every gradient
+    that the products add it to."""
+    return x.clamp_(-65504.0, 65504.0) if dtype == torch.float16 else x
 
 
 def _join(parts):

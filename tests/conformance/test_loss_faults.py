@@ -58,6 +58,24 @@ def test_huge_log_ratios(backend, advantage, old):
         assert out.clipped[counted].all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_large_ratio_of_a_negative_advantage(backend, dtype):
+    """Nothing clips it without a dual clip: coefficients of e^12 times the token weight, beyond float16's range once
+    scaled. Gradients stay finite and keep their sign."""
+    case = random_case(n=9, kind="policy", dtype=dtype)
+    case.advantage[:] = -1.0
+    case.token_weight[case.token_weight != 0] = 1e-3
+    case.old_logprob = call(case, backend)[0].logprob - 12.0
+    out, hidden, weight, _ = call(case, backend)
+    out.loss.backward()
+    assert (out.ratio[[0, 1]] > 1e5).all()
+    for x in (out.loss, hidden.grad, weight.grad):
+        assert x.isfinite().all()
+    # the loss falls with the target's log-prob: its gradient at the target's own row points along hidden
+    assert (weight.grad[case.target[0]].float() @ case.hidden[0].float()) > 0
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_micro_batches_of_unequal_length(backend):
     """Nothing in the loss divides: token weights of the whole step make 1 + 7 + 32 rows equal to 40."""

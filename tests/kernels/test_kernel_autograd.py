@@ -222,3 +222,24 @@ def test_fused_loss_does_not_keep_hidden_alive(backend):
     assert gone() is None
     loss.backward()
     assert relative(source.grad, solve(case).hidden_grad) <= GRAD_RTOL
+
+
+class _NoGradient(torch.autograd.Function):
+    """What a later operation does that has no gradient for its input."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, upstream):
+        return None
+
+
+def test_no_upstream_gradient_at_all(backend):
+    case = random_case(dtype=torch.float16)
+    hidden, weight = leaf(case.hidden), leaf(case.weight)
+    logprob = rise_kernels.linear_logprob(hidden, weight, case.target, backend=backend).logprob
+    _NoGradient.apply(logprob).sum().backward()
+    assert hidden.grad is None or not hidden.grad.any()
+    assert weight.grad is None or not weight.grad.any()

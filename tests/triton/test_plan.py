@@ -8,10 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rise_kernels.triton_backend.plan import chunk_rows, chunks, slab_size
+from rise_kernels.triton_backend.tiles import TILES
+
+
+def test_tuning_changes_no_result():
+    """One tile width and one number of warps among the candidates: they add in the same order."""
+    for tiles in TILES.values():
+        assert len({(tile.block_n, tile.num_warps) for tile in tiles}) == 1
 
 
 def test_qwen3_chunks_fill_waves():
-    """DESIGN's example: 512 MiB hold 1766 rows of 151,936 16-bit logits; 13 x 10 tiles fill 98 % of 132 processors."""
+    """512 MiB hold 1766 rows of 151,936 16-bit logits; 13 x 10 tiles fill 98 % of 132 processors."""
     per_row = 2 * 151_936
     assert chunk_rows(8192, 512 << 20, per_row, depth=2560, multiprocessors=132) == 1664
     # where the largest multiple of 128 would leave most of its last wave empty, fewer rows are taken

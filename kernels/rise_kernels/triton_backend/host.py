@@ -57,6 +57,9 @@ class _Accumulator:
 
     def end(self) -> None:
         if self.hidden is not None and not self.direct:
+            assert self.partial is not None
+            if self.hidden.dtype == torch.float16:  # as the gradients of the logits, see elementary.to_storage
+                self.partial.clamp_(-65504.0, 65504.0)
             self.hidden[self.part] = self.partial
 
     def grads(self) -> Grads:
