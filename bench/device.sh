@@ -10,6 +10,7 @@ export PYTHONPATH="$PWD/kernels:$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERE
 python=${PYTHON:-python3}
 [ -x .venv/bin/python ] && python=.venv/bin/python
 limit=${1:-270}
+each=120 # seconds after which one measurement is stopped
 
 gpu=$($python -c 'import torch; print(torch.cuda.get_device_name().lower().replace(" ", "-"))') || {
     echo "device.sh: no CUDA device that torch can use" >&2
@@ -31,7 +32,7 @@ run() { # name command...: its output to the screen and to $out/name.log, unless
         return
     fi
     echo "== $name (${SECONDS} s)"
-    "$@" 2>&1 | tee "$out/$name.log" || failed=1
+    timeout --kill-after=10 "$each" "$@" 2>&1 | tee "$out/$name.log" || failed=1
 }
 loss() { # name arguments...
     run "$1" "$python" bench/loss.py --device cuda --dtype bfloat16 --out "$out" --name "$@"
@@ -50,7 +51,7 @@ loss llama3-8b --n 8192 --d 4096 --v 128256 --rounds 5 --warmup 1
 for n in 1024 32768; do
     loss "qwen3-4b-n$n" --n "$n" --d 2560 --v 151936 --rounds 5 --warmup 1
 done
-loss qwen3-4b-ragged --n 7777 --sequences 7 --d 2560 --v 151936 --rounds 5 --warmup 1
+loss qwen3-4b-ragged --n 7777 --ragged --d 2560 --v 151936 --rounds 5 --warmup 1
 loss qwen3-14b-forward --n 8192 --d 5120 --v 151936 --rounds 5 --warmup 1 --forward
 echo "== done after ${SECONDS} s: $out"
 exit $failed

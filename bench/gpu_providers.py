@@ -47,7 +47,7 @@ def compiled_chunks(problem: Problem, rows: int = 1024) -> Step:
         return logits.gather(1, target[:, None])[:, 0] - logits.logsumexp(-1)
 
     def logprob(hidden, weight):
-        parts = zip(hidden.split(rows), problem.target.split(rows))
+        parts = zip(hidden.split(rows), problem.target.clamp(min=0).split(rows))
         return torch.cat([checkpoint(chunk, h, weight, t, use_reentrant=False) for h, t in parts])
 
     return around(problem, logprob)
@@ -127,7 +127,7 @@ def verl_kernel(problem: Problem) -> Step:
         from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
     except ImportError as error:
         raise Absent(f"verl is not installed ({error})") from error
-    return around(problem, lambda h, w: linear_cross_entropy(h, w, problem.target, 1.0, "none")[0])
+    return around(problem, lambda h, w: linear_cross_entropy(h, w, problem.target.clamp(min=0), 1.0, "none")[0])
 
 
 GPU_PROVIDERS = (

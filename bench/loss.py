@@ -7,7 +7,8 @@
 Every provider of bench/providers.py and gpu_providers.py computes the same loss on the same inputs: GRPO at ratio 1 by
 default, the guide loss of RISE-RL, or the plain cross-entropy for peers that can do nothing else. Times are wall times
 of one forward and backward pass (--forward: of the forward pass), median [p20, p80] over the rounds. Memory is measured
-in a pass of its own: the peak beyond inputs and returned gradients. Errors are against float64, the largest entry
+in a pass of its own: the peak beyond inputs and returned gradients, and ("less f32 dW") the same less what a float32 dW
+takes beyond a returned 16-bit one, for providers that have one. Errors are against float64, the largest entry
 relative to the largest exact entry; with 16-bit inputs also as a multiple of the error of float32 logits, one rounding
 of their gradient and one of the result ("x round"). "TFLOP/s" is the required work (6 F, or 2 F) over the time. Writes
 JSON and a plot to bench/results/<device>/<name>.*.
@@ -44,26 +45,31 @@ def exact(problem: Problem, rows: int = 128, *, rounded: bool = False) -> tuple[
     dh = torch.empty(problem.hidden.shape, dtype=torch.float64, device=weight.device)
     dw = torch.zeros_like(weight)
     advantage = problem.token_advantage().double()
+    token_weight = problem.token_weight().double()
     loss = 0.0
     for start in range(0, problem.n, rows):
         part = slice(start, min(problem.n, start + rows))
-        hidden, target = problem.hidden[part].double(), problem.target[part, None]
+        hidden, target = problem.hidden[part].double(), problem.target[part, None].clamp(min=0)
+        share = token_weight[part, None]
         z = hidden @ weight.T
         log_p = torch.log_softmax(z.float().double() if rounded else z, dim=-1)
         del z
         logp = log_p.gather(1, target)
         if problem.loss == "guide":
             p = logp.exp()
-            loss += (torch.log(p + GAMMA) - logp).sum().item() / problem.n
+            loss += (share * (torch.log(p + GAMMA) - logp)).sum().item()
             slope = -GAMMA / (p + GAMMA)
         else:
-            loss += -(logp[:, 0] if problem.loss == "ce" else advantage[part]).sum().item() / problem.n
+            value = logp if problem.loss == "ce" else advantage[part, None]
+            loss += -(share * value).sum().item()
             slope = -advantage[part, None]
         dz = log_p.exp_().neg_()
         dz.scatter_(1, target, -torch.expm1(logp))
-        dz *= slope / problem.n
+        dz *= slope * share
         if rounded:
-            scale = 2.0 ** (problem.n - 1).bit_length()  # as every kernel that scales its gradients before rounding
+            scale = (
+                2.0 ** (problem.counted - 1).bit_length()
+            )  # as every kernel that scales its gradients before rounding
             dz = (dz * scale).to(problem.hidden.dtype).double() / scale
         dh[part] = dz @ weight
         dw += dz.T @ hidden
@@ -102,18 +108,22 @@ def measure(problem: Problem, device: str, rounds: int, warmup: int) -> dict[str
             results[provider.name] = {"absent": f"fails here: {type(error).__name__}: {str(error).splitlines()[0]}"}
             continue
         row: dict[str, Any] = {"products": provider.products}
-        if found_loss is not None:
+        if found_loss is not None and not provider.own_loss:
             row["error"] = {"loss": abs(found_loss.item() - loss)}
             if found_dh is not None:
                 row["error"] |= {"dH": relative(found_dh, dh), "dW": relative(found_dw, dw)}
-            if found_dh is not None and best is not None:
+            if "dH" in row.get("error", {}) and best is not None:
                 row["error_x_one_rounding"] = {k: row["error"][k] / best[k] for k in best}
         returned = sum(g.untyped_storage().nbytes() for g in (found_dh, found_dw) if g is not None)
+        found_dw_bytes = None if found_dw is None else found_dw.untyped_storage().nbytes()
         if device == "cuda":
             row["launches"] = _common.launches(step)
         del found_loss, found_dh, found_dw
         if provider.name != FLOOR:
             row["extra_bytes"] = _common.peak_bytes(step, device) - returned
+            # A float32 dW is a choice of precision, not workspace: what is held beyond it, where the head is 16-bit.
+            master = 0 if found_dw_bytes is None else max(0, 4 * problem.weight.numel() - found_dw_bytes)
+            row["extra_bytes_beyond_float32_dw"] = row["extra_bytes"] - master
             resident = _common.resident_peak_bytes(step) if device == "cpu" else None
             row["extra_resident_bytes"] = None if resident is None else resident - returned
         results[provider.name] = row
@@ -138,7 +148,7 @@ def show(results: dict[str, dict[str, Any]], required: float) -> None:
     rows = []
     for name, row in results.items():
         if "absent" in row:
-            rows.append([name, "absent", *[""] * 12])
+            rows.append([name, "absent", *[""] * 13])
             continue
         s, error, extra = row["seconds"], row.get("error"), row.get("extra_bytes")
         rounding = row.get("error_x_one_rounding")
@@ -147,6 +157,7 @@ def show(results: dict[str, dict[str, Any]], required: float) -> None:
                 name, f"{row['products']} F", f"{s['median'] * 1e3:.4g}",
                 f"[{s['p20'] * 1e3:.4g}, {s['p80'] * 1e3:.4g}]", f"{s['median'] / floor:.2f}",
                 "" if extra is None else f"{extra / 2**20:.0f}",
+                "" if extra is None else f"{row['extra_bytes_beyond_float32_dw'] / 2**20:.0f}",
                 "" if extra is None or not eager_bytes else f"{100 * extra / eager_bytes:.1f}%",
                 *("" if error is None or k not in error else f"{error[k]:.1e}" for k in ("loss", "dH", "dW")),
                 *(f"{rounding[k]:.2f}" if rounding else "" for k in ("dH", "dW")),
@@ -155,8 +166,8 @@ def show(results: dict[str, dict[str, Any]], required: float) -> None:
         )  # fmt: skip
     _common.print_table(
         [
-            "", "work", "ms", "[p20, p80]", "x floor", "extra MiB", "of eager", "loss err", "dH err", "dW err",
-            "dH x round", "dW x round", "TFLOP/s", "launches",
+            "", "work", "ms", "[p20, p80]", "x floor", "extra MiB", "less f32 dW", "of eager", "loss err", "dH err",
+            "dW err", "dH x round", "dW x round", "TFLOP/s", "launches",
         ],
         rows,
     )  # fmt: skip
@@ -214,6 +225,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
     parser.add_argument("--loss", choices=["policy", "guide", "ce"], default="policy")
     parser.add_argument("--peaked", action="store_true", help="probabilities of a trained model on its own samples")
+    parser.add_argument("--ragged", action="store_true", help="unequal sequences, about 30 %% of the rows ignored")
     parser.add_argument("--forward", action="store_true", help="the forward pass only")
     parser.add_argument("--name", default="loss", help="name of the result files")
     parser.add_argument("--rounds", type=int, default=5)
@@ -221,21 +233,21 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's own)")
     parser.add_argument("--out", type=Path, help="folder for the JSON and the plot (default: bench/results/<device>)")
     args = parser.parse_args()
-    if args.n % args.sequences:
+    if args.n % args.sequences and not args.ragged:
         parser.error(f"--n {args.n}: expected a multiple of --sequences ({args.sequences})")
     if args.threads:
         torch.set_num_threads(args.threads)
     problem = Problem.random(
         args.n, args.d, args.v, sequences=args.sequences, loss=args.loss, dtype=getattr(torch, args.dtype),
-        device=args.device, peaked=args.peaked,
+        device=args.device, peaked=args.peaked, ragged=args.ragged,
     )  # fmt: skip
     problem.forward_only = args.forward
     where = _common.environment(args.device)
-    kind = f"{args.loss} loss{' forward' * args.forward}{', peaked' * args.peaked}"
+    kind = f"{args.loss} loss{' forward' * args.forward}{', peaked' * args.peaked}{', ragged' * args.ragged}"
     title = f"{kind}, N={args.n} D={args.d} V={args.v} {args.dtype}, {where['device']}"
     print(f"{title}, {where['threads']} threads, torch {where['torch']}")
     results = measure(problem, args.device, args.rounds, args.warmup)
-    show(results, (2 if args.forward else 6) * args.n * args.d * args.v)
+    show(results, (2 if args.forward else 6) * problem.counted * args.d * args.v)
     at_bar_shape = args.device == "cpu" and all(getattr(args, k) == v for k, v in BAR_SHAPE.items())
     met = bars(results) if at_bar_shape else {}
     for bar, yes in met.items():
@@ -243,7 +255,7 @@ def main() -> None:
     folder = args.out or _common.ROOT / "results" / args.device
     setting = {
         k: getattr(args, k)
-        for k in ("n", "d", "v", "sequences", "dtype", "loss", "peaked", "forward", "rounds", "warmup")
+        for k in ("n", "d", "v", "sequences", "dtype", "loss", "peaked", "ragged", "forward", "rounds", "warmup")
     }
     _common.write_results(
         folder / f"{args.name}.json", {"setting": setting, "environment": where, "bars": met, "results": results}

@@ -15,6 +15,7 @@ from torch import Tensor
 
 Step = Callable[[], tuple[Tensor | None, Tensor | None, Tensor | None]]
 CLIP_LOW, CLIP_HIGH, GAMMA = 0.2, 0.28, 0.1
+IGNORED = -100
 
 
 class Absent(Exception):
@@ -23,8 +24,10 @@ class Absent(Exception):
 
 @dataclass
 class Problem:
-    """Equal sequences of N tokens in all: hidden [N, D], weight [V, D], target [N], advantage [sequences].
+    """Sequences of N tokens in all: hidden [N, D], weight [V, D], target [N], advantage [sequences], lengths of the
+    sequences (equal unless ragged).
 
+    Rows with target IGNORED count for nothing; the loss is averaged over the others.
     loss: "policy", "guide", or "ce": the mean cross-entropy, all that some peers can do; its gradient is the policy
     loss's with every advantage 1. forward_only: no gradients are wanted.
     """
@@ -34,15 +37,26 @@ class Problem:
     target: Tensor
     advantage: Tensor
     loss: str
+    lengths: Tensor
     forward_only: bool = False
 
     @staticmethod
     def random(
-        n: int, d: int, v: int, *, sequences: int, loss: str, dtype: torch.dtype, device: str, peaked: bool = False
+        n: int,
+        d: int,
+        v: int,
+        *,
+        sequences: int,
+        loss: str,
+        dtype: torch.dtype,
+        device: str,
+        peaked: bool = False,
+        ragged: bool = False,
     ) -> Problem:
         """Hidden states of unit scale and a head whose log-probs spread like a language model's; fixed seed.
 
         peaked: like a trained model on its own samples, nine tokens of ten at probabilities from 0.5 to 1.
+        ragged: a packed stream of sequences of unequal length, about 30 % of each ignored: its prompt comes first.
         """
         g = torch.Generator().manual_seed(0)
         hidden = torch.randn(n, d, generator=g)
@@ -52,10 +66,19 @@ class Problem:
         likely = torch.arange(n) % 10 > 0 if peaked else torch.arange(n) % 2 == 0
         push = 3.0 + 3.0 * torch.rand(n, 1, generator=g)[likely] if peaked else 3.0
         hidden[likely] = hidden[likely] * 0.5 + weight[target[likely]] * push
+        lengths = torch.full((sequences,), n // sequences)
+        if ragged:
+            share = torch.rand(sequences, generator=g) + 0.1
+            ends = (share.cumsum(0) / share.sum() * n).round().long()
+            ends[-1] = n
+            lengths = ends.diff(prepend=torch.zeros(1, dtype=torch.long))
+            for end, length in zip(ends.tolist(), lengths.tolist()):
+                target[end - length : end - length + round(0.3 * length)] = IGNORED
         advantage = torch.ones(sequences) if loss == "ce" else torch.randn(sequences, generator=g)
         return Problem(
-            hidden.to(device, dtype), weight.to(device, dtype), target.to(device), advantage.to(device), loss
-        )
+            hidden.to(device, dtype), weight.to(device, dtype), target.to(device), advantage.to(device), loss,
+            lengths.to(device),
+        )  # fmt: skip
 
     @property
     def n(self) -> int:
@@ -65,11 +88,21 @@ class Problem:
     def sequences(self) -> int:
         return self.advantage.shape[0]
 
+    @property
+    def ragged(self) -> bool:
+        return bool((self.lengths != self.lengths[0]).any() or (self.target == IGNORED).any())
+
+    @property
+    def counted(self) -> int:
+        """Rows that are not ignored."""
+        return int((self.target != IGNORED).sum())
+
     def token_advantage(self) -> Tensor:
-        return self.advantage.repeat_interleave(self.n // self.sequences)
+        return self.advantage.repeat_interleave(self.lengths)
 
     def token_weight(self) -> Tensor:
-        return torch.full((self.n,), 1.0 / self.n, device=self.hidden.device)
+        """1 / counted on the rows that count."""
+        return (self.target != IGNORED) / torch.tensor(float(self.counted), device=self.hidden.device)
 
     def leaves(self) -> tuple[Tensor, Tensor]:
         wanted = not self.forward_only
@@ -83,14 +116,16 @@ class Problem:
 
     def loss_of(self, logprob: Tensor) -> Tensor:
         """From log-probs, in plain torch: what a trainer writes around eager logits or a log-prob kernel."""
+        weight = self.token_weight()
+        logprob = logprob.masked_fill(weight == 0, 0.0)
         if self.loss == "ce":
-            return -logprob.mean()
+            return -(weight * logprob).sum()
         if self.loss == "guide":
-            return -(torch.sigmoid(logprob - torch.tensor(GAMMA).log())).log().mean()
+            return -(weight * torch.sigmoid(logprob - torch.tensor(GAMMA).log()).log()).sum()
         advantage = self.token_advantage()
         ratio = torch.exp(logprob - logprob.detach())
         surrogate = torch.minimum(advantage * ratio, advantage * ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH))
-        return -surrogate.mean()
+        return -(weight * surrogate).sum()
 
 
 def three_products(problem: Problem) -> Step:
@@ -116,7 +151,7 @@ def eager(problem: Problem) -> Step:
     def step():
         hidden, weight = problem.leaves()
         log_p = torch.log_softmax((hidden @ weight.T).float(), dim=-1)
-        logprob = log_p.gather(1, problem.target[:, None]).squeeze(1)
+        logprob = log_p.gather(1, problem.target.clamp(min=0)[:, None]).squeeze(1)
         del log_p
         loss = problem.loss_of(logprob)
         return problem.gradients(loss, hidden, weight)
@@ -146,7 +181,35 @@ def ours(backend: str) -> Callable[[Problem], Step]:
                 )
                 loss = out.loss
                 if problem.loss == "ce":  # the same gradient, but the value at ratio 1 is minus the mean advantage
-                    loss = loss - loss.detach() - out.logprob.mean()
+                    loss = loss - loss.detach() - (token_weight * out.logprob).sum()
+            return problem.gradients(loss, hidden, weight)
+
+        return step
+
+    return build
+
+
+def ours_mixed(backend: str) -> Callable[[Problem], Step]:
+    """linear_rise_loss, every other row natural, the others guided: what RISE-RL trains with. Its value and gradients
+    are its own, so only its cost is compared."""
+
+    def build(problem: Problem) -> Step:
+        import rise_kernels
+        from rise_kernels.select import select_backend
+
+        try:
+            select_backend(backend, problem.hidden.device)
+        except RuntimeError as error:
+            raise Absent(str(error)) from error
+        token_weight, advantage = problem.token_weight(), problem.token_advantage()
+        is_guide = torch.arange(problem.n, device=token_weight.device) % 2 == 1
+
+        def step():
+            hidden, weight = problem.leaves()
+            loss = rise_kernels.linear_rise_loss(
+                hidden, weight, problem.target, token_weight, advantage, is_guide,
+                gamma=GAMMA, clip_low=CLIP_LOW, clip_high=CLIP_HIGH, backend=backend,
+            ).loss  # fmt: skip
             return problem.gradients(loss, hidden, weight)
 
         return step
@@ -181,6 +244,8 @@ def liger_grpo(compiled: bool) -> Callable[[Problem], Step]:
             raise Absent(f"liger-kernel is not installed ({error})") from error
         if problem.loss != "policy":
             raise Absent(f"Liger's GRPO loss is not the {problem.loss} loss")
+        if problem.ragged:
+            raise Absent("Liger's GRPO loss takes a padded batch, not a packed stream")
         loss_fn = LigerFusedLinearGRPOLoss(
             beta=0.0, compiled=compiled, use_ref_model=False, epsilon_low=CLIP_LOW, epsilon_high=CLIP_HIGH,
             loss_type="dapo",
@@ -209,7 +274,7 @@ def trl_logprob(problem: Problem) -> Step:
     def step():
         hidden, weight = problem.leaves()
         logprob, *_ = ChunkedLogProbFunction.apply(
-            hidden, weight, None, problem.target, 1.0, _CHUNKED_LOGPROB_CHUNK_SIZE, None, 1.0, ()
+            hidden, weight, None, problem.target.clamp(min=0), 1.0, _CHUNKED_LOGPROB_CHUNK_SIZE, None, 1.0, ()
         )
         loss = problem.loss_of(logprob)
         return problem.gradients(loss, hidden, weight)
@@ -225,14 +290,17 @@ class Provider:
     build: Callable[[Problem], Step]
     products: int
     devices: tuple[str, ...] = ("cpu", "cuda")
+    own_loss: bool = False  # of another loss than the problem's: its errors are not shown
 
 
 FLOOR, EAGER, OURS = "three products", "eager torch", "rise chunked"
 PROVIDERS = (
     Provider(FLOOR, three_products, 6),
     Provider(OURS, ours("chunked"), 6),
+    Provider("rise chunked mixed", ours_mixed("chunked"), 6, own_loss=True),
     Provider("rise chunked logprob", ours_logprob("chunked"), 8),
     Provider("rise triton", ours("triton"), 6, ("cuda",)),
+    Provider("rise triton mixed", ours_mixed("triton"), 6, ("cuda",), own_loss=True),
     Provider("rise triton logprob", ours_logprob("triton"), 8, ("cuda",)),
     Provider("rise reference", ours("reference"), 6),
     Provider(EAGER, eager, 6),
