@@ -160,8 +160,3 @@ def test_modules_are_the_functions(backend):
     assert "clip_high=0.4" in repr(rise)
     with pytest.raises(TypeError, match="LinearGuideLoss: unknown option clip_low"):
         rise_kernels.LinearGuideLoss(clip_low=0.1)
-
-
-def test_large_softcap(backend):
-    """softcap * tanh(z / softcap) must not multiply an absolute error of tanh."""
-    assert_matches(random_case(n=24, d=24, v=300, spread=6.0, softcap=500.0), backend)
