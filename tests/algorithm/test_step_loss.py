@@ -141,3 +141,9 @@ def test_masked_truncated_samples_leave_numerator_and_denominator_alike(aggregat
     assert [s.token_weight for s in masked.sequences] == [s.token_weight for s in build(NATURAL, grpo=grpo).sequences]
     kept = build(natural, grpo=GrpoConfig(group_size=2, aggregation=aggregation))
     assert kept.sequences[0].token_weight < masked.sequences[0].token_weight
+
+
+def test_the_filter_compares_with_the_natural_mean_of_the_same_prompt():
+    natural = [sample("p", 0.0, 4), sample("p", 0.2, 6), sample("q", 0.8, 5), sample("q", 1.0, 10)]
+    guided = [sample("p", 0.5, 8, shown=(0,)), sample("q", 0.5, 8, shown=(0,))]
+    assert build(natural, guided).gains == pytest.approx([0.4, 0.0])

@@ -19,14 +19,14 @@ def sample(uid, verdicts, shown=()):
     return Sample(example, rollout, verdicts, RUBRIC.reward(verdicts), shown)
 
 
-NATURAL = [sample("p", [0, 0]), sample("p", [1, 0]), sample("q", [1, 1]), sample("q", [0, 0]), sample("r", [1, 0])]
+NATURAL = [sample("p", [0, 0]), sample("p", [1, 0]), sample("q", [1, 1]), sample("q", [0, 0]), sample("r", [1, 1])]
 
 
 def test_the_gap_is_over_prompts_with_graded_answers_of_both_kinds():
     guided = [sample("p", [1, 0], (0,)), sample("q", [None, 0], (0,))]
     raw, over_all = reward_gap(NATURAL, guided)
     assert raw == pytest.approx(1.0 - 0.5)  # q's guided answer is ungraded: q is left out on both sides
-    assert over_all == pytest.approx(1.0 - (0 + 1 + 0.5 + 0 + 1) / 5)
+    assert over_all == pytest.approx(1.0 - (0 + 1 + 0.5 + 0 + 0.5) / 5)
     ungraded = [sample("s", [None, 0]), *NATURAL]
     assert reward_gap(ungraded, [*guided, sample("s", [1, 0], (0,))])[0] == pytest.approx(0.5)
     assert reward_gap(NATURAL, []) == (None, None)
