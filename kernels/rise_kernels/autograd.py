@@ -194,7 +194,7 @@ class LogProb(torch.autograd.Function):
                 needs=ctx.needs,
                 options=call.options,
             )
-        out = []
+        out: list[Tensor | None] = []
         for grad, x, rows in zip(grads, like, (call.order, None, None)):
             if grad is None:
                 out.append(None)

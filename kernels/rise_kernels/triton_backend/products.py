@@ -26,7 +26,7 @@ def ready(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x [m, d], or a copy of it that `is_ready`."""
     if is_ready(x, dtype):
         return x
-    return aligned(*x.shape, dtype, x.device).copy_(x)
+    return aligned(x.shape[0], x.shape[1], dtype, x.device).copy_(x)
 
 
 def aligned(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
