@@ -109,8 +109,10 @@ def test_gradient_at_a_likely_target(backend, dtype, p):
     out.loss.backward()
     exact = torch.softmax(case.bias.double(), 0)
     dz = (1.0 - exact[3]).item()
-    assert -weight.grad[3].item() == pytest.approx(dz, rel=4e-3 if dtype == torch.bfloat16 else 1e-4)
-    assert -bias.grad[3].item() == pytest.approx(dz, rel=1e-4)
+    rounded = 4e-3 if dtype == torch.bfloat16 else 1e-4
+    assert -weight.grad[3].item() == pytest.approx(dz, rel=rounded)
+    # Triton's dz is rounded to bfloat16 before it is summed into the bias; the others sum it in float32.
+    assert -bias.grad[3].item() == pytest.approx(dz, rel=rounded if backend == "triton" else 1e-4)
 
 
 @pytest.mark.parametrize("gamma", [1e-8, 0.1, 10.0])
