@@ -443,8 +443,13 @@ def test_an_interrupted_call_leaves_no_work_behind():
         items = [item(str(i)) for i in range(50)]
         main = threading.main_thread().ident
         assert main is not None
-        timer = threading.Timer(0.6, signal.pthread_kill, [main, signal.SIGINT])
-        timer.start()
+
+        def interrupt_after_the_first_calls() -> None:
+            while len(server.requests) < 4:
+                time.sleep(0.01)
+            signal.pthread_kill(main, signal.SIGINT)
+
+        threading.Thread(target=interrupt_after_the_first_calls, daemon=True).start()
         with pytest.raises(KeyboardInterrupt):
             grader.grade(items)
         time.sleep(0.5)

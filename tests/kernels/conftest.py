@@ -10,6 +10,17 @@ import torch
 GPU = torch.cuda.is_available()
 
 
+@pytest.fixture
+def process_group():
+    """torch.distributed with one process; an engine test of the same pytest process may have started it already."""
+    ours = not torch.distributed.is_initialized()
+    if ours:
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    if ours:
+        torch.distributed.destroy_process_group()
+
+
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch):
     """What a kernel forgets to write, and what torch.empty happens to hold, must never look like a result."""

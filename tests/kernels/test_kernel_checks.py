@@ -124,17 +124,13 @@ def test_the_right_call_passes(backend):
     assert call(backend).loss.isfinite()
 
 
-def test_dtensor_weight(backend):
+def test_dtensor_weight(backend, process_group):
     """A sharded DTensor would otherwise give the loss of one shard of the vocabulary."""
     distributed = pytest.importorskip("torch.distributed.tensor")
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = torch.distributed.init_device_mesh("cpu", (1,))
-        weight = distributed.distribute_tensor(torch.zeros(V, D), mesh, [distributed.Shard(0)])
-        with pytest.raises(TypeError, match=r"weight: expected a plain tensor, found a DTensor.*full_tensor"):
-            call(backend, weight=weight)
-    finally:
-        torch.distributed.destroy_process_group()
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    weight = distributed.distribute_tensor(torch.zeros(V, D), mesh, [distributed.Shard(0)])
+    with pytest.raises(TypeError, match=r"weight: expected a plain tensor, found a DTensor.*full_tensor"):
+        call(backend, weight=weight)
 
 
 def test_other_functions_check_too(backend):

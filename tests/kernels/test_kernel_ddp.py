@@ -27,16 +27,8 @@ class Model(nn.Module):
         ).loss  # fmt: skip
 
 
-@pytest.fixture
-def group(tmp_path):
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_gradients_under_ddp(backend, group):
+def test_gradients_under_ddp(backend, process_group):
     case = with_old_logprobs(random_case(kind="rise"))
     torch.manual_seed(0)
     model = Model(case.hidden.shape[1], case.weight.shape[0], backend)
