@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 LIMIT = 54  # compilations, and 6 for the launches: each takes seconds where Triton's cache is cold
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-BACKENDS = ["reference", "chunked", "triton"]
+import pytest
+
+TRITON = pytest.param("triton", marks=pytest.mark.slow)  # interpreted where there is no GPU
+BACKENDS = ["reference", "chunked", TRITON]
+BOUNDED = ["chunked", TRITON]  # those with a byte budget
 
 # What a backend may be off by, against float64 with float32 inputs.
 LOGPROB_ATOL = 2e-5

@@ -12,12 +12,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import rise_kernels
 from rise_kernels import Options
-from tests.kernels.backends import BACKENDS
+from tests.kernels.backends import BOUNDED
 from tests.kernels.calls import call, leaf, random_case, with_old_logprobs
 from tests.kernels.launches import triton_launches
 from tests.kernels.memory import LiveBytes
 
-BOUNDED = [name for name in BACKENDS if name != "reference"]
 pytestmark = pytest.mark.parametrize("backend", BOUNDED)
 
 N, D, V = 96, 32, 1000

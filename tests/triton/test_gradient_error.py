@@ -12,6 +12,8 @@ import torch
 import rise_kernels
 from tests.triton.on_device import DEVICE
 
+pytestmark = pytest.mark.slow
+
 BARS = {torch.bfloat16: 1.3, torch.float16: 1.7}
 N, D, V = 96, 64, 1500
 

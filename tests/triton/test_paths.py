@@ -16,6 +16,8 @@ from tests.kernels.calls import assert_matches, call, random_case
 from tests.kernels.launches import triton_launches
 from tests.triton.on_device import DEVICE
 
+pytestmark = pytest.mark.slow
+
 interpreted = pytest.mark.skipif(DEVICE == "cuda", reason="CPU tensors: run on the interpreter")
 
 

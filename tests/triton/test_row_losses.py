@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from rise_kernels.token_losses import LossSpec, TokenLosses, TokenRows, token_losses
 from tests.triton.on_device import DEVICE, row_kernel
 
+pytestmark = pytest.mark.slow
+
 FINITE = {"allow_nan": False, "allow_infinity": False, "width": 32}
 LOGPROBS = st.one_of(
     st.sampled_from([0.0, -1e-7, -1e-3, -0.7, -20.0, -50.0, -200.0]), st.floats(min_value=-60, max_value=0, **FINITE)
