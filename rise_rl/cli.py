@@ -72,7 +72,8 @@ def train(
             return
         from .launch import Interrupted, run_training
 
-        again = shlex.join([sys.argv[0], "train", str(config), *(overrides or []), "--resume"])
+        this = [sys.argv[0]] if Path(sys.argv[0]).name == "rise-rl" else [sys.executable, "-m", "rise_rl.cli"]
+        again = shlex.join([*this, "train", str(config), *(overrides or []), "--resume"])
         try:
             folder = run_training(loaded, resume=resume, console=console)
         except (Interrupted, KeyboardInterrupt) as stop:

@@ -78,7 +78,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tiny_config):
             break
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 130, output
-    assert f"rise-rl train {config} --resume" in output
+    assert f"-m rise_rl.cli train {config} --resume" in output  # the command that was used, ready to paste
     run = config.parent / "runs" / "tiny"
     [saved] = (run / "checkpoints").glob("step-*")
     done = len((run / "metrics.jsonl").read_text().splitlines())
