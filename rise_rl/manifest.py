@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 import shlex
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 from .config import Config
+from .data import data_hash
 
 PACKAGES = (
     *("rise-rl", "torch", "triton", "transformers", "tokenizers", "safetensors", "deepspeed", "accelerate", "datasets"),
@@ -33,7 +33,7 @@ def make_manifest(config: Config) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": versions(),
         "hardware": hardware(),
-        "data": {"train": data_hash(config.data.train), "heldout": data_hash(config.data.heldout)},
+        "data": {"train": data_source(config.data.train), "heldout": data_source(config.data.heldout)},
     }
 
 
@@ -79,13 +79,11 @@ def hardware() -> dict[str, Any]:
     }
 
 
-def data_hash(source: str | None) -> dict[str, Any] | None:
+def data_source(source: str | None) -> dict[str, Any] | None:
     """Where the data came from, with the sha256 of a local file; a hub id has no file here to hash."""
     if source is None:
         return None
-    path = Path(source)
-    digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
-    return {"source": source, "sha256": digest}
+    return {"source": source, "sha256": data_hash(source) if Path(source).is_file() else None}
 
 
 def _cpu_name() -> str | None:

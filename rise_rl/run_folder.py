@@ -27,7 +27,7 @@ from filelock import FileLock, Timeout
 
 from .config import Config, dump_config
 from .errors import RiseError
-from .manifest import code_revision, data_hash, make_manifest, now, versions
+from .manifest import code_revision, data_source, make_manifest, now, versions
 from .metrics import EVAL_METRICS, METRICS, Metric, check_names
 from .trackers import Tracker, check_trackers, first_step_again, numbers, open_trackers
 
@@ -113,7 +113,7 @@ class RunFolder:
             before = self.manifest()["data"]["train"]["sha256"]
         except RunFolderError:  # killed between config.yaml and manifest.json
             return
-        now_there = data_hash(config.data.train)
+        now_there = data_source(config.data.train)
         if now_there is not None and now_there["sha256"] != before:
             raise RunFolderError(
                 f"{self.path}: {config.data.train} is not the file the run began with; restore it, or start another run"
