@@ -9,17 +9,13 @@ with the same numbers.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rise_engine.checkpoint import CheckpointStore
 from rise_engine.memory import peak_memory_gib
 from rise_engine.parity import parity_probe
 from rise_engine.policy import PolicyEngine
-from rise_engine.prompts import render_prompt
 from rise_engine.rollout.base import RolloutEngine, RolloutRequest, Sampling
 from rise_engine.seeds import derive_seed
 
@@ -28,16 +24,15 @@ from .config import Config
 from .data import Example
 from .errors import RiseError
 from .graders.base import Grader
-from .guidance import draw_template, guided_prompt, select_feedback
+from .phases import PhaseTimes
 from .plateau import smooth
 from .progress import Progress
 from .run_folder import RunFolder
-from .samples import Sample, grade_rollouts
+from .samples import grade_rollouts
 from .schedule import GuidanceSchedule
 from .step_loss import build_step_loss
 from .step_metrics import criterion_failures, judge_metrics, mean, sample_metrics, training_metrics
-
-Prompt = tuple[int, ...]
+from .step_sampler import Prompt, StepSampler
 
 UNGRADED_LIMIT = 0.1
 """An evaluation with a larger share of ungraded answers cannot make a model the best: its mean is over what is left."""
@@ -67,11 +62,18 @@ class Trainer:
         self.order = order
         self.heldout = list(heldout)[: config.evaluation.prompts]
         self.run, self.checkpoints, self.progress, self.should_stop = run, checkpoints, progress, should_stop
-        self.sampling = Sampling(max_new_tokens=config.rollout.max_new_tokens, temperature=config.rollout.temperature)
+        self.times = PhaseTimes()
+        self.sampler = StepSampler(
+            config,
+            tokenizer=policy.tokenizer,
+            rollouts=rollouts,
+            grader=grader,
+            progress=progress,
+            times=self.times,
+        )
         guidance = config.guidance
         self.schedule = GuidanceSchedule(guidance.enabled, guidance.remove_at, guidance.plateau)
         self.history: list[dict[str, Any]] = run.metrics()
-        self.times: dict[str, float] = defaultdict(float)
 
     # --- the run ---------------------------------------------------------------------------------------------------
 
@@ -90,7 +92,7 @@ class Trainer:
         self.sync()
         if self.policy.step == 0:
             self.evaluate()
-        self.times.clear()
+        self.times.take()
         while self.policy.step < self.config.steps:
             started = time.perf_counter()
             metrics = self.step(self.policy.step + 1)
@@ -106,26 +108,21 @@ class Trainer:
 
     def step(self, step: int) -> dict[str, Any]:
         """One step of Algorithm 1; `step` counts from 1."""
-        examples = self.order.batch(step - 1)
-        prompts = {e.uid: self._render(e.messages) for e in examples}
-        gaps = [line["gap/raw"] for line in self.history]
-        guiding = self.schedule.active(step - 1, gaps)
-
-        natural = self._sample_natural(step, examples, prompts)
-        guided, guided_metrics = self._sample_guided(step, natural, prompts) if guiding else ([], {})
-
+        guiding = self.schedule.active(step - 1, [line["gap/raw"] for line in self.history])
+        samples = self.sampler.sample(step, self.order.batch(step - 1), guiding=guiding)
+        natural, guided = samples.natural, samples.guided
         coefficient = self.config.guidance.coefficient if guiding else 0.0
         loss = build_step_loss(
             natural,
             guided,
-            prompts,
+            samples.prompts,
             guide_coefficient=coefficient,
-            max_length=self.sampling.max_new_tokens,
+            max_length=self.config.rollout.max_new_tokens,
             grpo=self.config.grpo,
             guidance=self.config.guidance,
         )
-        with self._phase("train"):
-            stats = self.policy.train_step(loss.sequences, temperature=self.sampling.temperature)
+        with self.times("train"):
+            stats = self.policy.train_step(loss.sequences, temperature=self.config.rollout.temperature)
         self.sync()
         self.run.write_rollouts(step, [sample.record() for sample in [*natural, *guided]])
         return {
@@ -134,79 +131,15 @@ class Trainer:
             "guidance/active": guiding,
             "lambda": coefficient,
             **sample_metrics(natural, guided, loss),
-            **guided_metrics,
+            **samples.metrics,
             **training_metrics(stats, len(loss.sequences)),
         }
-
-    # --- answers ---------------------------------------------------------------------------------------------------
-
-    def _sample_natural(self, step: int, examples: Sequence[Example], prompts: dict[str, Prompt]) -> list[Sample]:
-        requests = [
-            RolloutRequest(e.uid, i, prompts[e.uid], derive_seed("natural", self.config.seed, step, e.uid, i))
-            for e in examples
-            for i in range(self.config.grpo.group_size)
-        ]
-        owners = [e for e in examples for _ in range(self.config.grpo.group_size)]
-        return self._answer("rollout", owners, requests)
-
-    def _sample_guided(
-        self, step: int, natural: Sequence[Sample], prompts: dict[str, Prompt]
-    ) -> tuple[list[Sample], dict[str, int]]:
-        """Eq. 4-6 for every prompt: feedback from its natural answers, privileged prompts, guided answers."""
-        config, seed = self.config.guidance, self.config.seed
-        groups: dict[str, list[Sample]] = defaultdict(list)
-        for sample in natural:
-            groups[sample.example.uid].append(sample)
-        requests, owners, shown = [], [], []
-        without_feedback = dropped = 0
-        for uid, group in groups.items():
-            example = group[0].example
-            chosen = select_feedback(example.rubric, [s.verdicts for s in group], config.criteria)
-            limit = len(prompts[uid]) + config.budget_tokens
-            found = False
-            for index in range(config.rollouts if chosen else 0):
-                guided = guided_prompt(
-                    example.messages,
-                    example.rubric,
-                    chosen,
-                    template=draw_template(config.templates, seed=seed, step=step, uid=uid, index=index),
-                    secrecy_wish=config.secrecy_wish,
-                    fits=partial(self._fits, limit),
-                )
-                dropped += len(chosen) - (len(guided.shown) if guided else 0)
-                if guided:
-                    found = True
-                    owners.append(example)
-                    shown.append(guided.shown)
-                    request_seed = derive_seed("guided", seed, step, uid, index)
-                    requests.append(RolloutRequest(uid, index, self._render(guided.messages), request_seed))
-            without_feedback += not found
-        samples = self._answer("guided_rollout", owners, requests, shown) if requests else []
-        return samples, {"guided/no_feedback_prompts": without_feedback, "guided/dropped_criteria": dropped}
-
-    def _answer(
-        self,
-        phase: str,
-        examples: Sequence[Example],
-        requests: Sequence[RolloutRequest],
-        shown: Sequence[tuple[int, ...]] | None = None,
-    ) -> list[Sample]:
-        with self._phase(phase), self.progress.counting(phase, len(requests)) as advance:
-            rollouts = self.rollouts.generate(requests, self.sampling, advance)
-        with self._phase("grade"):
-            return grade_rollouts(self.grader, examples, rollouts, shown)
-
-    def _fits(self, limit: int, messages: Sequence[Any]) -> bool:
-        return len(self._render(messages)) <= limit
-
-    def _render(self, messages: Sequence[Any]) -> Prompt:
-        return render_prompt(self.policy.tokenizer, messages, self.config.data.chat_template)
 
     # --- around the steps ------------------------------------------------------------------------------------------
 
     def sync(self) -> None:
         """Hands the trainer's weights to the rollout engine and proves that it has them."""
-        with self._phase("sync"):
+        with self.times("sync"):
             self.rollouts.sync(self.policy.step)
             parity_probe(self.rollouts, self.policy, tolerance=self.config.rollout.parity_tolerance)
 
@@ -214,13 +147,13 @@ class Trainer:
         """Held-out answers without guidance on the fixed cohort; the best so far by mean reward is exported."""
         if not self.heldout or not self.config.evaluation.every:
             return
-        with self._phase("evaluate"):
+        with self.times("evaluate"):
             record = evaluate(
                 self.heldout,
                 self.rollouts,
                 self.grader,
-                self.sampling,
-                prompt_of=lambda e: self._render(e.messages),
+                self.sampler.sampling,
+                prompt_of=lambda e: self.sampler.render(e.messages),
                 samples=self.config.evaluation.samples,
                 seed=self.config.seed,
                 progress=self.progress,
@@ -234,7 +167,7 @@ class Trainer:
         self.progress.evaluated(record)
 
     def save(self) -> None:
-        with self._phase("checkpoint"):
+        with self.times("checkpoint"):
             self.checkpoints.save(self.policy)
 
     def _log(self, metrics: dict[str, Any], started: float) -> None:
@@ -243,12 +176,11 @@ class Trainer:
         if metrics["guidance/active"]:
             metrics["gap/smoothed"] = smooth(previous.get("gap/smoothed"), metrics["gap/raw"])
         seconds = time.perf_counter() - started
-        metrics.update({f"time/{phase}": spent for phase, spent in self.times.items()})
+        metrics.update({f"time/{phase}": spent for phase, spent in self.times.take().items()})
         metrics["time/step"] = seconds
         metrics["tokens_per_second"] = metrics["tokens/generated"] / seconds
         metrics["memory/peak_gib"] = peak_memory_gib()
         metrics.update(judge_metrics(getattr(self.grader, "judge_stats", None)))
-        self.times.clear()
         self.run.log_metrics(metrics)
         self.history.append(metrics)
         self.progress.stepped(metrics)
@@ -256,12 +188,6 @@ class Trainer:
     def _due(self, every: int) -> bool:
         done = self.policy.step
         return done >= self.config.steps or (every > 0 and done % every == 0)
-
-    @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self.times[name] += time.perf_counter() - started
 
 
 def evaluate(
