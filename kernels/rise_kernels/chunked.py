@@ -20,7 +20,7 @@ from torch import Tensor
 from .backend import Grads, LinearHead, Needs, Options, RowStats
 from .token_losses import LossSpec, TokenLosses, TokenRows, token_losses
 
-CPU_WORKSPACE = 96 << 20  # more rows at a time make the products no faster on a CPU
+CPU_WORKSPACE = 176 << 20  # more rows at a time make the products no faster on a CPU
 CPU_BLOCK, GPU_BLOCK = 512 << 10, 64 << 20  # bytes of logits in one elementwise pass; on a CPU per thread: its cache
 LOWEST = -200.0  # exp(LOWEST) is 0 in float32: stands for -inf where 0 * -inf would be NaN
 
@@ -54,6 +54,7 @@ class _Workspace:
         self.rows = max(1, min(n, budget // row))
         if self.rows >= 32:
             self.rows -= self.rows % 16
+        self.rows = -(-n // -(-n // self.rows))  # chunks are equal: no buffer larger than they are
         self.head = head
         self.buffer = torch.empty(self.rows, v, device=head.hidden.device)
         self.slope = torch.empty_like(self.buffer) if backward and head.softcap is not None else None
