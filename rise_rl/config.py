@@ -54,7 +54,12 @@ class DataConfig(Section):
 
 
 class GrpoConfig(Section):
-    prompts_per_step: Positive = Field(64, description="Prompts of one optimizer step.")
+    prompts_per_step: Positive = Field(64, description="Prompts of one step, that is of one rollout batch.")
+    mini_batch_prompts: Positive | None = Field(
+        None,
+        description="Prompts of one optimizer update, a divisor of prompts_per_step; every mini-batch has its own "
+        "normalisers. null: one update a step, on the whole batch.",
+    )
     group_size: int = Field(8, ge=2, description="Natural rollouts per prompt (G).")
     clip_low: float = Field(
         0.2,
@@ -70,6 +75,19 @@ class GrpoConfig(Section):
     mask_truncated: bool = Field(
         False, description="Leave truncated natural samples out of the loss and its denominators."
     )
+
+    @model_validator(mode="after")
+    def _whole_mini_batches(self) -> GrpoConfig:
+        if self.prompts_per_step % (self.mini_batch_prompts or self.prompts_per_step):
+            raise ValueError(
+                f"mini_batch_prompts: expected a divisor of prompts_per_step ({self.prompts_per_step}), found "
+                f"{self.mini_batch_prompts}"
+            )
+        return self
+
+    @property
+    def updates_per_step(self) -> int:
+        return self.prompts_per_step // (self.mini_batch_prompts or self.prompts_per_step)
 
 
 class GuidanceConfig(Section):
@@ -138,7 +156,7 @@ class Config(Section):
 
     name: str = Field(description="Name of the run.", pattern=r"^[\w.-]+$")
     model: str = Field(description="A fetched name (smollm2-135m), a local folder, or a hub id.")
-    steps: Positive = Field(description="Optimizer steps.")
+    steps: Positive = Field(description="Steps: rollout batches sampled and trained on.")
     seed: int = Field(0, description="Every random choice derives from it.")
     output: str = Field("runs", description="Folder that run folders are made in.")
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(

@@ -119,11 +119,12 @@ def run_training(config: Config, *, resume: bool = False, console: Console | Non
 
         checkpoints = CheckpointStore(run.checkpoints, keep=config.checkpoint.keep)
         if resume:
-            go_back(run, checkpoints, policy, console)
+            done = go_back(run, checkpoints, policy, console, config.grpo.updates_per_step)
         else:
+            done = 0
             run.begin()
         rollouts = TransformersRollout(policy, max_rows=config.rollout.max_rows)
-        with run, Progress(config.steps, policy.step, console) as progress, stop_signals(console) as stopped:
+        with run, Progress(config.steps, done, console) as progress, stop_signals(console) as stopped:
             trainer = Trainer(
                 config,
                 policy=policy,
@@ -142,13 +143,24 @@ def run_training(config: Config, *, resume: bool = False, console: Console | Non
     return folder
 
 
-def go_back(run: RunFolder, checkpoints: CheckpointStore, policy: PolicyEngine, console: Console) -> None:
-    """Policy and run folder both as they were when the last whole checkpoint was saved (or at the very start)."""
+def go_back(
+    run: RunFolder, checkpoints: CheckpointStore, policy: PolicyEngine, console: Console, updates_per_step: int = 1
+) -> int:
+    """Policy and run folder both as they were when the last whole checkpoint was saved (or at the very start). Returns
+    the steps done. ConfigError if the checkpoint's updates are not whole steps of `updates_per_step`.
+    """
     checkpoints.recover()
     found = checkpoints.load_latest(policy)
-    run.truncate_after(policy.step)
-    checkpoints.forget_best_after(policy.step)
-    console.print(f"resuming {run.path} after step {policy.step}" if found else f"{run.path}: no checkpoint yet")
+    step, rest = divmod(policy.step, updates_per_step)
+    if rest:
+        raise ConfigError(
+            f"grpo.mini_batch_prompts: the checkpoint has {policy.step} optimizer updates, which are not whole steps "
+            f"of {updates_per_step} updates; resume with the mini-batches the run was started with"
+        )
+    run.truncate_after(step)
+    checkpoints.forget_best_after(step)
+    console.print(f"resuming {run.path} after step {step}" if found else f"{run.path}: no checkpoint yet")
+    return step
 
 
 def loss_spec(config: Config) -> LossSpec:

@@ -17,12 +17,18 @@ from .weights import StepWeights
 
 @dataclass(frozen=True)
 class StepLoss:
-    """advantages: one per natural sample (None: ungraded). gains: one per guided sample (0: filtered out)."""
+    """mini_batches: what each optimizer update learns from. advantages: one per natural sample (None: ungraded). gains:
+    one per guided sample (0: filtered out).
+    """
 
-    sequences: list[TrainSequence]
+    mini_batches: list[list[TrainSequence]]
     advantages: list[float | None]
     penalties: list[float]
     gains: list[float]
+
+    @property
+    def sequences(self) -> list[TrainSequence]:
+        return [s for mini_batch in self.mini_batches for s in mini_batch]
 
 
 def build_step_loss(
@@ -37,6 +43,8 @@ def build_step_loss(
 ) -> StepLoss:
     """Every sequence that takes part in the step, with its token weight.
 
+    Groups are whole in a mini-batch (`grpo.mini_batch_prompts` prompts in the order of prompt_ids), which has its own
+    normalisers; advantages and gains do not depend on the split.
     prompt_ids: the *original* prompt of each uid; guided answers are learnt under it. Ungraded samples take no part
     anywhere; natural ones of advantage 0 do (they count in the denominators, and the engine need not forward them).
     """
@@ -59,33 +67,40 @@ def build_step_loss(
             gains[i] = gain
     kept = Counter(s.example.uid for s, gain in zip(guided, gains) if gain > 0)
 
-    weights = StepWeights(
-        natural_lengths=[s.length for s, _ in counted],
-        prompts=len(prompt_ids),
-        guide_coefficient=guide_coefficient,
-        aggregation=grpo.aggregation,
-        norm_length=max_length,
-    )
-    sequences = [
-        TrainSequence(
-            uid=s.example.uid,
-            prompt_ids=prompt_ids[s.example.uid],
-            response_ids=s.rollout.token_ids,
-            token_weight=weights.natural(s.length),
-            advantage=advantage,
-            behaviour_logprob=s.rollout.logprobs,
+    def mini_batch(uids: Sequence[str]) -> list[TrainSequence]:
+        members = [(s, advantage) for s, advantage in counted if s.example.uid in uids]
+        weights = StepWeights(
+            natural_lengths=[s.length for s, _ in members],
+            prompts=len(uids),
+            guide_coefficient=guide_coefficient,
+            aggregation=grpo.aggregation,
+            norm_length=max_length,
         )
-        for s, advantage in counted
-    ]
-    sequences += [
-        TrainSequence(
-            uid=s.example.uid,
-            prompt_ids=prompt_ids[s.example.uid],
-            response_ids=s.rollout.token_ids,
-            token_weight=weights.guided(gain, s.length, kept[s.example.uid]),
-            is_guide=True,
-        )
-        for s, gain in zip(guided, gains)
-        if gain > 0
-    ]
-    return StepLoss(sequences, advantages, penalties, gains)
+        sequences = [
+            TrainSequence(
+                uid=s.example.uid,
+                prompt_ids=prompt_ids[s.example.uid],
+                response_ids=s.rollout.token_ids,
+                token_weight=weights.natural(s.length),
+                advantage=advantage,
+                behaviour_logprob=s.rollout.logprobs,
+            )
+            for s, advantage in members
+        ]
+        sequences += [
+            TrainSequence(
+                uid=s.example.uid,
+                prompt_ids=prompt_ids[s.example.uid],
+                response_ids=s.rollout.token_ids,
+                token_weight=weights.guided(gain, s.length, kept[s.example.uid]),
+                is_guide=True,
+            )
+            for s, gain in zip(guided, gains)
+            if gain > 0 and s.example.uid in uids
+        ]
+        return sequences
+
+    uids = list(prompt_ids)
+    size = grpo.mini_batch_prompts or len(uids)
+    mini_batches = [mini_batch(uids[i : i + size]) for i in range(0, len(uids), size)]
+    return StepLoss(mini_batches, advantages, penalties, gains)

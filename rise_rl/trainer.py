@@ -1,7 +1,7 @@
 """RISE-RL, Algorithm 1 of the paper, top to bottom.
 
 A step: sample natural answers, grade them, show the policy the criteria it keeps missing and sample guided answers,
-keep those that beat the natural mean, and take one optimizer step on both under the original prompts. Everything
+keep those that beat the natural mean, and learn from both under the original prompts. Everything
 random derives from (seed, step, uid, index) and everything remembered is in the run folder, so a killed run resumes
 with the same numbers.
 """
@@ -33,6 +33,7 @@ from .schedule import GuidanceSchedule
 from .step_loss import build_step_loss
 from .step_metrics import criterion_failures, judge_metrics, mean, sample_metrics, training_metrics
 from .step_sampler import Prompt, StepSampler
+from .update import update
 
 UNGRADED_LIMIT = 0.1
 """An evaluation with a larger share of ungraded answers cannot make a model the best: its mean is over what is left."""
@@ -75,6 +76,11 @@ class Trainer:
         self.schedule = GuidanceSchedule(guidance.enabled, guidance.remove_at, guidance.plateau)
         self.history: list[dict[str, Any]] = run.metrics()
 
+    @property
+    def done(self) -> int:
+        """Steps done: rollout batches trained on. The policy counts optimizer updates."""
+        return self.policy.step // self.config.grpo.updates_per_step
+
     # --- the run ---------------------------------------------------------------------------------------------------
 
     def train(self) -> bool:
@@ -84,18 +90,18 @@ class Trainer:
         try:
             return self._train()
         except RiseError:
-            if self.history and self.history[-1]["step"] == self.policy.step:
+            if self.history and self.history[-1]["step"] == self.done:
                 self.save()
             raise
 
     def _train(self) -> bool:
         self.sync()
-        if self.policy.step == 0:
+        if self.done == 0:
             self.evaluate()
         self.times.take()
-        while self.policy.step < self.config.steps:
+        while self.done < self.config.steps:
             started = time.perf_counter()
-            metrics = self.step(self.policy.step + 1)
+            metrics = self.step(self.done + 1)
             if self._due(self.config.evaluation.every):
                 self.evaluate()
             self._log(metrics, started)
@@ -104,7 +110,7 @@ class Trainer:
                 self.save()
             if stopping:
                 break
-        return self.policy.step >= self.config.steps
+        return self.done >= self.config.steps
 
     def step(self, step: int) -> dict[str, Any]:
         """One step of Algorithm 1; `step` counts from 1."""
@@ -122,7 +128,7 @@ class Trainer:
             guidance=self.config.guidance,
         )
         with self.times("train"):
-            stats = self.policy.train_step(loss.sequences, temperature=self.config.rollout.temperature)
+            stats = update(self.policy, loss.mini_batches, temperature=self.config.rollout.temperature)
         self.sync()
         self.run.write_rollouts(step, [sample.record() for sample in [*natural, *guided]])
         return {
@@ -158,7 +164,7 @@ class Trainer:
                 seed=self.config.seed,
                 progress=self.progress,
             )
-            record = {"step": self.policy.step, **record}
+            record = {"step": self.done, **record}
             best = self.checkpoints.best()
             comparable = record["ungraded_samples"] <= UNGRADED_LIMIT * record["samples"]
             if comparable and (best is None or record["reward/mean"] > best["reward"]):
@@ -186,8 +192,7 @@ class Trainer:
         self.progress.stepped(metrics)
 
     def _due(self, every: int) -> bool:
-        done = self.policy.step
-        return done >= self.config.steps or (every > 0 and done % every == 0)
+        return self.done >= self.config.steps or (every > 0 and self.done % every == 0)
 
 
 def evaluate(

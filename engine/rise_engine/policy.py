@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import deepspeed
@@ -24,6 +23,7 @@ from .head import install_head
 from .loading import load_model, load_tokenizer, padding_id, stop_ids
 from .optimizer import NonFiniteError, build_optimizer, clip_before_step, learning_rate
 from .packing import Chunk, HasTokens, LayoutName, MicroBatch, build, plan
+from .scoring import Tokens, token_logprobs
 from .sequences import StepStats, TrainSequence
 from .token_rows import StepStatistics, can_matter, check_consistent, make_rows
 
@@ -54,12 +54,6 @@ class PolicyModule(nn.Module):
         picked = hidden.flatten(0, 1).index_select(0, batch.hidden_rows)
         head = self.model.get_output_embeddings()
         return head(picked, batch.target, rows, temperature=temperature, with_entropy=with_entropy)
-
-
-@dataclass(frozen=True)
-class _Tokens:
-    prompt_ids: tuple[int, ...]
-    response_ids: tuple[int, ...]
 
 
 class PolicyEngine:
@@ -207,20 +201,27 @@ class PolicyEngine:
 
     # --- log-probs -------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
+    def score(self, sequences: Sequence[HasTokens], *, temperature: float) -> list[Tensor]:
+        """Log-prob of every response token of this rank's sequences: float32 [len(response)] on the CPU, no gradient.
+
+        Collective: all ranks call it together.
+        """
+        self._check_lengths(sequences)
+        return token_logprobs(
+            self.engine.module,
+            sequences,
+            temperature=temperature,
+            budget=self.config.micro_batch_tokens,
+            layout=self.layout,
+            pad_id=self.pad_id,
+            device=self.device,
+        )
+
     def logprobs(
         self, prompt_ids: Sequence[int], response_ids: Sequence[Sequence[int]], *, temperature: float
     ) -> list[Tensor]:
-        """Log-prob of every token of every response to one prompt: float32 [len(response)] on the CPU, no gradient."""
-        sequences = [_Tokens(tuple(prompt_ids), tuple(r)) for r in response_ids]
-        self._check_lengths(sequences)
-        found: list[Tensor] = [torch.empty(0)] * len(sequences)
-        for chunks in plan(sequences, self.config.micro_batch_tokens, self.layout):
-            batch = self._build(sequences, chunks)
-            stats = self.engine.module(batch, temperature=temperature, with_entropy=False)
-            for i, values in zip(batch.members, stats.logprob.cpu().split(list(batch.lengths))):
-                found[i] = values
-        return found
+        """`score` of several responses to one prompt."""
+        return self.score([Tokens(tuple(prompt_ids), tuple(r)) for r in response_ids], temperature=temperature)
 
     def _build(self, sequences: Sequence[HasTokens], chunks: Sequence[Chunk]) -> MicroBatch:
         return build(sequences, chunks, self.layout, pad_id=self.pad_id, device=self.device)

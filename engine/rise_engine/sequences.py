@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -46,12 +48,12 @@ class TrainSequence:
 
 @dataclass(frozen=True)
 class StepStats:
-    """What one `train_step` did. Means are over the tokens that were forwarded; NaN where there were none.
+    """What one `train_step` did, or several (`merge`). Means are over the tokens forwarded; NaN where there were none.
 
     loss = policy_loss + guide_loss, the weighted sums over all ranks. grad_norm: before clipping; 0 if the step was
     skipped. lr: the rate the update used. tokens: response tokens forwarded. clip_fraction, ratio_*, kl and entropy
-    are over natural tokens, mean_support (rho) over guide tokens. logprob_gap_*: |trainer - behaviour| in nats over
-    forwarded tokens that carry a behaviour log-prob.
+    are over natural tokens, mean_support (rho) over guide tokens. logprob_gap_*: |trainer - behaviour| in nats with the
+    weights that sampled, over the `gap_tokens` forwarded tokens that carry a behaviour log-prob.
     """
 
     loss: float
@@ -60,6 +62,8 @@ class StepStats:
     grad_norm: float
     lr: float
     tokens: int
+    natural_tokens: int
+    gap_tokens: int
     forwarded_sequences: int
     micro_batches: int
     skipped: bool
@@ -73,3 +77,56 @@ class StepStats:
     logprob_gap_p99: float
     logprob_gap_max: float
     seconds: float
+
+
+def merge(updates: Sequence[StepStats]) -> StepStats:
+    """The statistics of a step of several optimizer updates.
+
+    Losses and gradient norm: mean over the updates that were made (0 if all were skipped), so that they compare with
+    those of a step of one update. lr: of the last. Token means: over all tokens. Counts and seconds: sums; maxima:
+    maxima. logprob_gap_p99: the largest of the updates', which the 99th percentile of all tokens does not exceed.
+    skipped: whether all were.
+    """
+    if not updates:
+        raise ValueError("updates: expected the statistics of at least one, found none")
+    if len(updates) == 1:
+        return updates[0]
+    made = [u for u in updates if not u.skipped]
+
+    def total(name: str) -> Any:
+        return sum(getattr(u, name) for u in updates)
+
+    def per_update(name: str) -> float:
+        return sum(getattr(u, name) for u in made) / max(1, len(made))
+
+    def over(counts: Sequence[int], name: str) -> float:
+        terms = [n * getattr(u, name) for n, u in zip(counts, updates) if n]
+        return sum(terms) / sum(counts) if terms else math.nan
+
+    def largest(name: str) -> float:
+        return max((v for u in updates if not math.isnan(v := getattr(u, name))), default=math.nan)
+
+    natural = [u.natural_tokens for u in updates]
+    return StepStats(
+        loss=per_update("loss"),
+        policy_loss=per_update("policy_loss"),
+        guide_loss=per_update("guide_loss"),
+        grad_norm=per_update("grad_norm"),
+        lr=updates[-1].lr,
+        tokens=total("tokens"),
+        natural_tokens=sum(natural),
+        gap_tokens=total("gap_tokens"),
+        forwarded_sequences=total("forwarded_sequences"),
+        micro_batches=total("micro_batches"),
+        skipped=not made,
+        clip_fraction=over(natural, "clip_fraction"),
+        mean_support=over([u.tokens - u.natural_tokens for u in updates], "mean_support"),
+        entropy=over(natural, "entropy"),
+        ratio_mean=over(natural, "ratio_mean"),
+        ratio_max=largest("ratio_max"),
+        kl=over(natural, "kl"),
+        logprob_gap_mean=over([u.gap_tokens for u in updates], "logprob_gap_mean"),
+        logprob_gap_p99=largest("logprob_gap_p99"),
+        logprob_gap_max=largest("logprob_gap_max"),
+        seconds=total("seconds"),
+    )

@@ -24,8 +24,7 @@ def can_matter(sequence: TrainSequence, spec: LossSpec) -> bool:
     """False if the sequence's gradient is exactly 0, so that there is nothing to forward it for."""
     if sequence.token_weight == 0:
         return False
-    with_kl = spec.kl_coef != 0 and sequence.ref_logprob is not None
-    return sequence.is_guide or sequence.advantage != 0 or with_kl
+    return sequence.is_guide or sequence.advantage != 0 or spec.kl_coef != 0
 
 
 def check_consistent(sequences: Sequence[TrainSequence], spec: LossSpec) -> None:
@@ -92,6 +91,9 @@ class StepStatistics:
         self.batches.append((batch, result.token_loss))
         behaviour = concatenated([sequences[i] for i in batch.members], "behaviour_logprob").to(self.device)
         assert result.entropy is not None
+        # After an update the policy has moved on purpose; the gap is that of the weights that sampled.
+        old = rows.old_logprob
+        at_sampling = result.logprob if old is None else torch.where(old.isnan(), result.logprob, old)
         columns = [
             rows.is_guide,
             result.entropy,
@@ -99,7 +101,7 @@ class StepStatistics:
             result.clipped,
             result.support,
             torch.zeros_like(result.logprob) if result.kl is None else result.kl,
-            (result.logprob - behaviour).abs(),
+            (at_sampling - behaviour).abs(),
         ]
         table = torch.stack([c.float() for c in columns], dim=1)
         self.tokens.append(table[rows.token_weight != 0])
@@ -127,6 +129,8 @@ class StepStatistics:
         gap = gap[~gap.isnan()]
         return {
             "tokens": len(guide),
+            "natural_tokens": int(natural.sum()),
+            "gap_tokens": len(gap),
             "clip_fraction": _mean(clipped[natural]),
             "mean_support": _mean(support[~natural]),
             "entropy": _mean(entropy[natural]),

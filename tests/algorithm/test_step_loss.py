@@ -147,3 +147,15 @@ def test_the_filter_compares_with_the_natural_mean_of_the_same_prompt():
     natural = [sample("p", 0.0, 4), sample("p", 0.2, 6), sample("q", 0.8, 5), sample("q", 1.0, 10)]
     guided = [sample("p", 0.5, 8, shown=(0,)), sample("q", 0.5, 8, shown=(0,))]
     assert build(natural, guided).gains == pytest.approx([0.4, 0.0])
+
+
+def test_mini_batches_have_their_own_normalisers_and_the_same_advantages_and_gains():
+    whole = build(NATURAL, GUIDED)
+    split = build(NATURAL, GUIDED, grpo=GrpoConfig(prompts_per_step=2, group_size=2, mini_batch_prompts=1))
+    assert (split.advantages, split.gains) == (whole.advantages, whole.gains)
+    first, second = split.mini_batches
+    assert [s.uid for s in first] == ["p"] * 4
+    assert [s.uid for s in second] == ["q"] * 2
+    assert [s.token_weight for s in first[:2]] == [1 / 10] * 2
+    assert [s.token_weight for s in second] == [1 / 15] * 2
+    assert [s.token_weight for s in first[2:]] == pytest.approx([0.05 * 0.4 / (2 * 8), 0.05 * 0.1 / (2 * 2)])
