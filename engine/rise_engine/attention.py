@@ -19,6 +19,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
+from .gather import gather_rows
+
 NAME = "rise_packed"
 
 # Spans whose lengths are within this factor share a batch; a larger one pads more, a smaller one calls more.
@@ -42,45 +44,45 @@ class Span:
     def keys(self) -> int:
         return self.queries + self.prompt_stop - self.prompt_start
 
+    def key_rows(self) -> Tensor:
+        return torch.cat([torch.arange(self.prompt_start, self.prompt_stop), torch.arange(self.start, self.stop)])
+
 
 @dataclass(frozen=True)
 class SpanBatch:
-    """Spans of similar length, padded. query [n * Lq] and key [n * Lk] index the packed row, back [tokens] the output.
-
-    mask: bool [n, 1, Lq, Lk], or None where plain causal attention is meant.
+    """`count` spans of similar length, padded to `queries` and `keys`; mask: bool [count, 1, queries, keys], or None
+    where plain causal attention is meant.
     """
 
     count: int
-    query: Tensor
-    key: Tensor
+    queries: int
+    keys: int
     mask: Tensor | None
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How one packed row attends. back [T]: where each token's output lies in the batches' outputs, end to end."""
+    """How one packed row attends: batch after batch, query [sum of count * queries] and key [sum of count * keys] are
+    the packed rows to gather, and back [T] says where each token's output lies in the batches' outputs, end to end.
+    """
 
     batches: tuple[SpanBatch, ...]
+    query: Tensor
+    key: Tensor
     back: Tensor
 
     @classmethod
     def of(cls, spans: Sequence[Span], device: torch.device) -> Layout:
         """Every token of the row must be a query of exactly one span."""
         batches: list[SpanBatch] = []
+        queries: list[Tensor] = []
+        keys: list[Tensor] = []
         order: list[Tensor] = []
         offset = 0
         for group in _similar(spans):
             longest_q, longest_k = max(s.queries for s in group), max(s.keys for s in group)
-            query = torch.stack([_padded(torch.arange(s.start, s.stop), longest_q) for s in group])
-            key = torch.stack(
-                [
-                    _padded(
-                        torch.cat([torch.arange(s.prompt_start, s.prompt_stop), torch.arange(s.start, s.stop)]),
-                        longest_k,
-                    )
-                    for s in group
-                ]
-            )
+            queries += [_padded(torch.arange(s.start, s.stop), longest_q) for s in group]
+            keys += [_padded(s.key_rows(), longest_k) for s in group]
             mask = None
             if any(s.keys > s.queries or s.queries < longest_q for s in group):
                 # Query i sees keys 0 .. i + (keys - queries). Padded queries see key 0 too, so that no row is empty.
@@ -88,7 +90,7 @@ class Layout:
                 mask = torch.arange(longest_k)[None, None] <= torch.arange(longest_q)[None, :, None] + reach
                 mask &= torch.arange(longest_k)[None, None] < torch.tensor([s.keys for s in group])[:, None, None]
                 mask = mask[:, None].to(device)
-            batches.append(SpanBatch(len(group), query.flatten().to(device), key.flatten().to(device), mask))
+            batches.append(SpanBatch(len(group), longest_q, longest_k, mask))
             for i, s in enumerate(group):
                 rows = torch.arange(s.start, s.stop)
                 order.append(torch.stack([rows, offset + i * longest_q + rows - s.start]))
@@ -96,7 +98,31 @@ class Layout:
         token, place = torch.cat(order, dim=1)
         back = torch.empty(len(token), dtype=torch.long)
         back[token] = place
-        return cls(tuple(batches), back.to(device))
+        return cls(tuple(batches), torch.cat(queries).to(device), torch.cat(keys).to(device), back.to(device))
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, dropout: float) -> Tensor:
+        """query [T, heads, d], key and value [T, kv_heads, d] -> [T, heads, d]."""
+        # One gather for all batches: a prompt's keys are in several, and their gradients are to be added once.
+        parts = zip(
+            self.batches,
+            query.index_select(0, self.query).split([b.count * b.queries for b in self.batches]),
+            *(gather_rows(x, self.key).split([b.count * b.keys for b in self.batches]) for x in (key, value)),
+        )
+        outputs = []
+        for batch, *rows in parts:
+            q, k, v = (x.unflatten(0, (batch.count, -1)).transpose(1, 2) for x in rows)
+            out = scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=batch.mask,
+                dropout_p=dropout,
+                scale=scaling,
+                is_causal=batch.mask is None,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
+            outputs.append(out.transpose(1, 2).flatten(0, 1))
+        return torch.cat(outputs).index_select(0, self.back)
 
 
 def _similar(spans: Sequence[Span]) -> list[list[Span]]:
@@ -132,25 +158,8 @@ def packed_attention(
     """query [1, heads, T, d], key and value [1, kv_heads, T, d] -> [1, T, heads, d]."""
     if layout is None:
         return _plain_attention(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    rows = [x[0].transpose(0, 1) for x in (query, key, value)]
-    outputs = []
-    for batch in layout.batches:
-        q, k, v = (
-            x.index_select(0, index).unflatten(0, (batch.count, -1)).transpose(1, 2)
-            for x, index in zip(rows, (batch.query, batch.key, batch.key))
-        )
-        out = scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=batch.mask,
-            dropout_p=dropout,
-            scale=scaling,
-            is_causal=batch.mask is None,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
-        outputs.append(out.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs).index_select(0, layout.back)[None], None
+    rows = (x[0].transpose(0, 1) for x in (query, key, value))
+    return layout.attend(*rows, scaling, dropout)[None], None
 
 
 def _plain_attention(

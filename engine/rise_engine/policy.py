@@ -19,6 +19,7 @@ from . import attention, state
 from .config import EngineConfig
 from .deepspeed_config import deepspeed_config
 from .distributed import all_ranks_max, init_distributed, seed_everything
+from .gather import gather_rows, install_embedding
 from .head import install_head
 from .loading import load_model, load_tokenizer, padding_id, stop_ids
 from .optimizer import NonFiniteError, build_optimizer, clip_before_step, learning_rate
@@ -51,7 +52,7 @@ class PolicyModule(nn.Module):
         hidden = self.model.base_model(
             input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **where
         ).last_hidden_state
-        picked = hidden.flatten(0, 1).index_select(0, batch.hidden_rows)
+        picked = gather_rows(hidden.flatten(0, 1), batch.hidden_rows)
         head = self.model.get_output_embeddings()
         return head(picked, batch.target, rows, temperature=temperature, with_entropy=with_entropy)
 
@@ -72,6 +73,7 @@ class PolicyEngine:
         self.rank, self.world_size, self.device = init_distributed()
         seed_everything(seed)
 
+        self.source = str(model)
         self.tokenizer = load_tokenizer(model)
         wanted = "sdpa" if config.attention == "auto" else config.attention
         self.model = load_model(model, dtype=config.torch_dtype, attention=wanted)
@@ -81,6 +83,7 @@ class PolicyEngine:
         if wanted == "sdpa" and attention.why_not_packed(self.model) is None:
             self.model.set_attn_implementation(attention.NAME)
             self.layout = "shared_prompt"
+        install_embedding(self.model)
         install_head(self.model, self.loss, config.head_budget_mib)
         if config.activation_checkpointing:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
