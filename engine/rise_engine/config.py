@@ -72,6 +72,12 @@ class EngineConfig(BaseModel):
         if self.offload.optimizer and self.zero_stage == 0:
             raise ValueError("offload.optimizer needs zero_stage 1, 2 or 3, found zero_stage 0")
         return self
+    timeout_minutes: float = Field(
+        30,
+        gt=0,
+        description="How long a rank waits for the others before it gives up. The longest wait is for the rank whose "
+        "answers and grades take longest.",
+    )
 
     @property
     def torch_dtype(self) -> torch.dtype:

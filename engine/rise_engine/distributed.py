@@ -7,8 +7,6 @@ import random
 import warnings
 from datetime import timedelta
 from importlib import import_module
-from pathlib import Path
-from tempfile import mkdtemp
 
 import torch
 import torch.distributed as dist
@@ -22,7 +20,7 @@ def init_distributed(timeout: timedelta = timedelta(minutes=30)) -> tuple[int, i
     """Starts torch.distributed and DeepSpeed's communication once; returns (rank, world size, device).
 
     Under a launcher (torchrun, deepspeed, Slurm with its variables exported) the environment decides. Otherwise this
-    is a group of one that meets itself through a file, so that no port is needed and runs cannot collide.
+    is a group of one that meets itself in memory, so that no port is needed and runs cannot collide.
     Raises EngineError when a launcher set only some of its variables.
     """
     present = [name for name in LAUNCHER_VARIABLES if name in os.environ]
@@ -40,8 +38,7 @@ def init_distributed(timeout: timedelta = timedelta(minutes=30)) -> tuple[int, i
                 "start with torchrun or deepspeed, or unset them to run as one process"
             )
         else:
-            store = Path(mkdtemp(prefix="rise-store-")) / "store"
-            dist.init_process_group(backend, init_method=store.as_uri(), rank=0, world_size=1, timeout=timeout)
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     _init_deepspeed_comm()
     device = torch.device("cuda", local_rank()) if cuda else torch.device("cpu")
     return dist.get_rank(), dist.get_world_size(), device

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import deepspeed
@@ -18,7 +20,7 @@ from rise_kernels.token_losses import LossSpec, TokenRows
 from . import attention, state
 from .config import EngineConfig
 from .deepspeed_config import deepspeed_config
-from .distributed import all_ranks_max, init_distributed, seed_everything
+from .distributed import all_ranks_max, all_ranks_sum, init_distributed, seed_everything
 from .gather import gather_rows, install_embedding
 from .head import install_head
 from .loading import load_model, load_tokenizer, padding_id, stop_ids
@@ -70,7 +72,7 @@ class PolicyEngine:
         self.loss = loss or LossSpec()
         self.step = 0
         self.skipped = 0
-        self.rank, self.world_size, self.device = init_distributed()
+        self.rank, self.world_size, self.device = init_distributed(timedelta(minutes=config.timeout_minutes))
         seed_everything(seed)
 
         self.source = str(model)
@@ -144,7 +146,7 @@ class PolicyEngine:
             guide_loss=guide_loss,
             grad_norm=norm,
             lr=rate,
-            forwarded_sequences=len(forwarded),
+            forwarded_sequences=int(all_ranks_sum(torch.tensor(len(forwarded), device=self.device))),
             micro_batches=rounds,
             skipped=bool(skip),
             **statistics.summary(),
