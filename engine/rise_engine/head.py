@@ -55,6 +55,7 @@ class RiseHead(nn.Module):
             rows.is_guide,
             rows.old_logprob,
             gamma=spec.gamma,
+            guide=spec.guide,
             clip_low=spec.clip_low,
             clip_high=spec.clip_high,
             dual_clip=spec.dual_clip,

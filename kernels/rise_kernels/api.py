@@ -32,7 +32,7 @@ from .backend import LinearHead, Options
 from .results import GuideLoss, PolicyLoss, RiseLoss, TokenStats
 from .rows import plan_rows, power_of_two_scale
 from .select import BackendName, select_backend
-from .token_losses import KlEstimator, LossSpec, TokenRows, loss_parts
+from .token_losses import GuideKind, KlEstimator, LossSpec, TokenRows, loss_parts
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -91,6 +91,7 @@ def linear_guide_loss(
     token_weight: Tensor,
     *,
     gamma: float = 0.1,
+    guide: GuideKind = "log_support",
     bias: Tensor | None = None,
     temperature: float = 1.0,
     softcap: float | None = None,
@@ -101,10 +102,11 @@ def linear_guide_loss(
 ) -> GuideLoss:
     """sum_t token_weight_t * -log(p_t / (p_t + gamma)): the guide loss of RISE-RL (paper eq. 9 to 11).
 
-    token_weight float [N]; rows of weight 0 are not computed. gamma > 0. Gradients are formed in the forward pass:
+    token_weight float [N]; rows of weight 0 are not computed. gamma > 0. guide: "log_support", as above; for comparison
+    "support", -p_t / (p_t + gamma) (LUFFY's shaping), or "logprob", -log p_t. Gradients are formed in the forward pass:
     6 N V D FLOPs in all. Shapes, keywords, errors: see the module.
     """
-    spec = LossSpec(gamma=gamma)
+    spec = LossSpec(gamma=gamma, guide=guide)
     vectors = {"token_weight": token_weight}
     head = _Head(hidden, weight, target, bias, temperature, softcap, ignore_index)
     out = _token_loss(head, spec, vectors, None, with_entropy, backend, options)
@@ -177,6 +179,7 @@ def linear_rise_loss(
     old_logprob: Tensor | None = None,
     *,
     gamma: float = 0.1,
+    guide: GuideKind = "log_support",
     clip_low: float = 0.2,
     clip_high: float = 0.28,
     dual_clip: float | None = None,
@@ -200,7 +203,7 @@ def linear_rise_loss(
     linear_guide_loss.
     """
     checks.check_tensor("is_guide", is_guide)
-    spec = LossSpec(gamma, clip_low, clip_high, dual_clip, kl_coef, kl_estimator, is_cap)
+    spec = LossSpec(gamma, clip_low, clip_high, dual_clip, kl_coef, kl_estimator, is_cap, guide)
     vectors = {
         "token_weight": token_weight,
         "advantage": advantage,

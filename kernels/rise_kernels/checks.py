@@ -17,6 +17,7 @@ from .token_losses import LossSpec, check_gamma
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KL_ESTIMATORS = ("k1", "k2", "k3")
+GUIDES = ("log_support", "support", "logprob")
 
 
 def check_head(
@@ -75,6 +76,8 @@ def check_head(
 
 def check_spec(spec: LossSpec) -> None:
     check_gamma(spec.gamma)
+    if spec.guide not in GUIDES:
+        raise ValueError(f"guide: expected one of {', '.join(GUIDES)}, found {spec.guide!r}")
     if not _is_number(spec.clip_low) or not 0 <= spec.clip_low <= 1:
         raise ValueError(f"clip_low: expected a number in [0, 1], found {spec.clip_low!r}")
     if not _is_number(spec.clip_high) or not spec.clip_high >= 0:

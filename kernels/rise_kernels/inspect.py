@@ -138,7 +138,7 @@ def _rows(kernel: str, arch: int, *, guide_only: bool = True) -> Job:
     if kernel == "statistics":
         return Job(kernel, "entropy", arch, "fp32", constants)
     flags = ("HAS_POLICY", "HAS_OLD", "HAS_REF", "HAS_BEHAVIOUR", "HAS_DUAL", "HAS_CAP", "HAS_KL")
-    constants |= dict.fromkeys(flags, not guide_only) | {"KL_ESTIMATOR": "k3"}
+    constants |= dict.fromkeys(flags, not guide_only) | {"KL_ESTIMATOR": "k3", "GUIDE": "log_support"}
     unused = frozenset(("advantage", "old_logprob", "ref_logprob", "behaviour_logprob", "kl_out"))
     variant = "guide" if guide_only else "every option"
     return Job(kernel, variant, arch, "fp32", constants, absent=unused if guide_only else frozenset())

@@ -17,13 +17,17 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 KlEstimator = Literal["k1", "k2", "k3"]
+GuideKind = Literal["log_support", "support", "logprob"]
 
 LOG_RATIO_BOUND = 20.0  # as verl: exp(20) is finite in every format we use, and no honest ratio is near it
 
 
 @dataclass(frozen=True)
 class LossSpec:
-    """The scalars of both losses. Policy: PPO-clip (clip_low, clip_high, dual_clip), KL and importance correction."""
+    """The scalars of both losses. Policy: PPO-clip (clip_low, clip_high, dual_clip), KL and importance correction.
+
+    guide: the guide loss of a token, -log rho ("log_support", RISE), -rho ("support", LUFFY) or -log p ("logprob").
+    """
 
     gamma: float = 0.1
     clip_low: float = 0.2
@@ -32,6 +36,7 @@ class LossSpec:
     kl_coef: float = 0.0
     kl_estimator: KlEstimator = "k3"
     is_cap: float | None = None
+    guide: GuideKind = "log_support"
 
 
 @dataclass(frozen=True)
@@ -86,9 +91,16 @@ def _at_least_float32(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def guide_loss(logprob: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
-    """-log rho and its derivative -gamma / (p + gamma) (paper eq. 11), both by way of log gamma - logp."""
+def guide_loss(logprob: Tensor, gamma: float, kind: GuideKind = "log_support") -> tuple[Tensor, Tensor]:
+    """The guide loss and its derivative, by way of log gamma - logp: -log rho and -gamma / (p + gamma) (paper eq. 11);
+    "support" -rho and -p gamma / (p + gamma)^2; "logprob" -log p and -1.
+    """
     x = math.log(gamma) - logprob
+    if kind == "support":
+        rho = torch.sigmoid(-x)
+        return -rho, -rho * torch.sigmoid(x)
+    if kind == "logprob":
+        return -logprob, torch.full_like(logprob, -1.0)
     return softplus(x), -torch.sigmoid(x)
 
 
@@ -145,7 +157,7 @@ def policy_loss(
 def token_losses(logprob: Tensor, rows: TokenRows, spec: LossSpec) -> TokenLosses:
     """Both losses, each row taking the one that `is_guide` names (selected, so unused NaNs never spread)."""
     guide = rows.is_guide
-    guide_value, guide_slope = guide_loss(logprob, spec.gamma)
+    guide_value, guide_slope = guide_loss(logprob, spec.gamma, spec.guide)
     support = torch.where(guide, torch.sigmoid(logprob - math.log(spec.gamma)), 0.0)
     if rows.advantage is None:
         zero = torch.zeros_like(logprob)

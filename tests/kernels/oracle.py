@@ -86,7 +86,7 @@ def policy_token_loss(
 def solve(case: Case) -> Answer:
     options = {
         "gamma": 0.1, "clip_low": 0.2, "clip_high": 0.28, "dual_clip": None, "kl_coef": 0.0, "kl_estimator": "k3",
-        "is_cap": None, "temperature": 1.0, "softcap": None, "ignore_index": -100,
+        "is_cap": None, "guide": "log_support", "temperature": 1.0, "softcap": None, "ignore_index": -100,
     } | case.options  # fmt: skip
     hidden = case.hidden.detach().double().requires_grad_()
     weight = case.weight.detach().double().requires_grad_()
@@ -104,7 +104,11 @@ def solve(case: Case) -> Answer:
     rows = counted & guide
     p = logprob[rows].exp()
     # log(p + gamma) - log p, with log p as it is: p itself may underflow.
-    token = torch.log(p + options["gamma"]) - logprob[rows]
+    token = {
+        "log_support": torch.log(p + options["gamma"]) - logprob[rows],
+        "support": -p / (p + options["gamma"]),
+        "logprob": -logprob[rows],
+    }[options["guide"]]
     loss = loss + (case.token_weight[rows].double() * token).sum()
 
     rows = counted & ~guide

@@ -100,6 +100,7 @@ WRONG = {
     "softcap": ({"softcap": 0.0}, ValueError, r"softcap: .*0.0"),
     "gamma": ({"gamma": 0.0}, ValueError, r"gamma: .*0.0"),
     "gamma negative": ({"gamma": -1}, ValueError, r"gamma: .*-1"),
+    "guide": ({"guide": "entropy"}, ValueError, r"guide: expected one of log_support, .*'entropy'"),
     "clip_low": ({"clip_low": 1.5}, ValueError, r"clip_low: .*1.5"),
     "clip_high": ({"clip_high": -0.1}, ValueError, r"clip_high: .*-0.1"),
     "dual_clip": ({"dual_clip": 1.0}, ValueError, r"dual_clip: .*1.0"),

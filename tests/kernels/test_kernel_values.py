@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -46,6 +47,34 @@ def test_policy_options(backend, options):
     case = random_case(n=40, kind="rise", **options)
     case = with_old_logprobs(case, noise=1.0, ref="kl_coef" in options, behaviour="is_cap" in options)
     assert_matches(case, backend)
+
+
+@pytest.mark.parametrize("guide", ["log_support", "support", "logprob"])
+@pytest.mark.parametrize("kind", ["guide", "rise"])
+def test_guide_losses(backend, kind, guide):
+    assert_matches(random_case(n=30, kind=kind, spread=4.0, guide=guide), backend)
+
+
+def test_the_slope_of_the_shaped_objective_vanishes_for_unlikely_tokens_and_that_of_its_log_does_not(backend):
+    """LUFFY maximizes p / (p + gamma), RISE its log: as p falls, d/dlogp goes to p / gamma and to 1."""
+    slopes = {}
+    for guide in ("log_support", "support", "logprob"):
+        slopes[guide] = []
+        for distance in (2.0, 8.0, 14.0, 20.0):  # how far the target's logit lies below that of one other token
+            hidden, weight = torch.ones(1, 1), torch.tensor([[0.0], [-distance]]).requires_grad_()
+            loss = rise_kernels.linear_guide_loss(
+                hidden, weight, torch.tensor([1]), torch.ones(1), guide=guide, backend=backend
+            ).loss
+            loss.backward()
+            p = 1 / (1 + math.exp(distance))
+            slopes[guide].append((p, -weight.grad[1, 0].item() / (1 - p)))
+    for p, slope in slopes["support"]:
+        assert slope == pytest.approx(0.1 * p / (p + 0.1) ** 2, rel=1e-4)
+    for p, slope in slopes["log_support"]:
+        assert slope == pytest.approx(0.1 / (p + 0.1), rel=1e-4)
+    assert [slope for _, slope in slopes["logprob"]] == pytest.approx([1.0] * 4, rel=1e-4)
+    assert slopes["support"][-1][1] < 1e-7
+    assert slopes["log_support"][-1][1] > 0.999
 
 
 def test_behaviour_without_cap(backend):

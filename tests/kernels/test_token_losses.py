@@ -15,13 +15,16 @@ LOGPROBS = [0.0, -1e-7, -1e-3, -0.5, -2.3, -50.0, -200.0]
 
 
 @pytest.mark.parametrize("gamma", [1e-8, 0.1, 10.0])
-def test_guide_loss(gamma):
+@pytest.mark.parametrize("kind", ["log_support", "support", "logprob"])
+def test_guide_loss(gamma, kind):
     exact = torch.tensor(LOGPROBS, dtype=torch.float64, requires_grad=True)
     expected = torch.logaddexp(exact, torch.tensor(gamma, dtype=torch.float64).log()) - exact
-    (slope,) = torch.autograd.grad(expected.sum(), exact)
-    value, found = guide_loss(exact.detach().float(), gamma)
-    torch.testing.assert_close(value.double(), expected.detach(), rtol=3e-6, atol=0)
-    torch.testing.assert_close(found.double(), slope, rtol=3e-6, atol=0)
+    wanted = {"log_support": expected, "support": -torch.exp(-expected), "logprob": -exact}[kind]
+    (slope,) = torch.autograd.grad(wanted.sum(), exact)
+    value, found = guide_loss(exact.detach().float(), gamma, kind)
+    rtol = 2e-5 if kind == "support" else 3e-6  # exp of a float32 difference of up to 200
+    torch.testing.assert_close(value.double(), wanted.detach(), rtol=rtol, atol=1e-38)
+    torch.testing.assert_close(found.double(), slope, rtol=rtol, atol=1e-38)
     support = support_factor(exact.detach().float(), gamma)
     torch.testing.assert_close(support.double(), (-expected).exp().detach(), rtol=2e-5, atol=1e-38)
 

@@ -40,6 +40,7 @@ SPEC = st.builds(
     kl_coef=st.sampled_from([0.0, 0.3]),
     kl_estimator=st.sampled_from(["k1", "k2", "k3"]),
     is_cap=st.sampled_from([None, 1.0, 2.0]),
+    guide=st.sampled_from(["log_support", "support", "logprob"]),
 )
 
 

@@ -152,7 +152,7 @@ class Kernels:
             HAS_POLICY=rows.advantage is not None, HAS_OLD=rows.old_logprob is not None,
             HAS_REF=rows.ref_logprob is not None, HAS_BEHAVIOUR=rows.behaviour_logprob is not None,
             HAS_DUAL=spec.dual_clip is not None, HAS_CAP=spec.is_cap is not None, HAS_KL=spec.kl_coef != 0,
-            KL_ESTIMATOR=spec.kl_estimator,
+            KL_ESTIMATOR=spec.kl_estimator, GUIDE=spec.guide,
             WITH_ENTROPY=stats.slope is not None, BLOCK_ROWS=BLOCK_ROWS, BLOCK_TILES=BLOCK_TILES,
         )  # fmt: skip
 

@@ -16,10 +16,16 @@ BOUND = tl.constexpr(LOG_RATIO_BOUND)
 
 
 @triton.jit
-def guide_loss(logprob, log_gamma):
-    """(-log rho, its derivative, rho)."""
+def guide_loss(logprob, log_gamma, KIND: tl.constexpr):
+    """(guide loss, its derivative, rho); KIND is "log_support", "support" or "logprob"."""
     x = log_gamma - logprob
-    return softplus(x), -sigmoid(x), sigmoid(-x)
+    rho = sigmoid(-x)
+    if KIND == "support":
+        return -rho, -rho * sigmoid(x), rho
+    elif KIND == "logprob":
+        return -logprob, tl.zeros_like(x) - 1.0, rho
+    else:
+        return softplus(x), -sigmoid(x), rho
 
 
 @triton.jit

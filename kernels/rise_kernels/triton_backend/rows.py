@@ -83,6 +83,7 @@ def loss_kernel(
     log_gamma, ratio_low, ratio_high, dual_clip, kl_coef, is_cap,
     HAS_POLICY: tl.constexpr, HAS_OLD: tl.constexpr, HAS_REF: tl.constexpr, HAS_BEHAVIOUR: tl.constexpr,
     HAS_DUAL: tl.constexpr, HAS_CAP: tl.constexpr, HAS_KL: tl.constexpr, KL_ESTIMATOR: tl.constexpr,
+    GUIDE: tl.constexpr,
     WITH_ENTROPY: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_TILES: tl.constexpr,
 ):  # fmt: skip
     """`statistics_kernel`, and on top of it both token losses (`rise_kernels.token_losses`); float32 [n_rows],
@@ -100,7 +101,7 @@ def loss_kernel(
         tl.store(entropy_out + row, entropy, mask=inside)
 
     guide = tl.load(is_guide + row, mask=inside, other=0) != 0
-    loss, dloss, support = guide_loss(logprob, log_gamma)
+    loss, dloss, support = guide_loss(logprob, log_gamma, GUIDE)
     ratio = tl.zeros_like(loss)
     clipped = row < 0
     if HAS_POLICY:
