@@ -158,8 +158,8 @@ def packed_attention(
     """query [1, heads, T, d], key and value [1, kv_heads, T, d] -> [1, T, heads, d]."""
     if layout is None:
         return _plain_attention(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    rows = (x[0].transpose(0, 1) for x in (query, key, value))
-    return layout.attend(*rows, scaling, dropout)[None], None
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return layout.attend(q, k, v, scaling, dropout)[None], None
 
 
 def _plain_attention(

@@ -22,8 +22,21 @@ class OffloadConfig(BaseModel):
     )
 
 
+class LoraSettings(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rank: int = Field(32, gt=0, description="Rank of the two factors.")
+    alpha: int = Field(64, gt=0, description="The product of the factors is scaled by alpha / rank.")
+    target_modules: Literal["all-linear"] | tuple[str, ...] = Field(
+        "all-linear",
+        description="Names of the linear layers that get an adapter (q_proj, for one). all-linear: every linear layer "
+        "but the head, which is never adapted.",
+    )
+    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on an adapter's input, in training passes only.")
+
+
 class EngineConfig(BaseModel):
-    """How the policy is held, trained and split. Nothing here changes what is computed, rounding aside."""
+    """How the policy is held, trained and split. Only the optimizer's keys and `lora` change what is computed."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -59,7 +72,18 @@ class EngineConfig(BaseModel):
     attention: Literal["auto", "sdpa", "flash_attention_2", "eager"] = Field(
         "auto", description="Attention implementation. auto: sdpa."
     )
+    timeout_minutes: float = Field(
+        30,
+        gt=0,
+        description="How long a rank waits for the others before it gives up. The longest wait is for the rank whose "
+        "answers and grades take longest.",
+    )
     offload: OffloadConfig = Field(OffloadConfig(), description="What lives in host memory.")
+    lora: LoraSettings | None = Field(
+        None,
+        description="Train low-rank adapters (peft) and keep the model frozen; exports have them merged. null: train "
+        "every weight.",
+    )
     deepspeed: dict[str, Any] = Field(
         default_factory=dict,
         description="Raw DeepSpeed settings, merged last over the built ones (see --dry-run).",
@@ -72,12 +96,6 @@ class EngineConfig(BaseModel):
         if self.offload.optimizer and self.zero_stage == 0:
             raise ValueError("offload.optimizer needs zero_stage 1, 2 or 3, found zero_stage 0")
         return self
-    timeout_minutes: float = Field(
-        30,
-        gt=0,
-        description="How long a rank waits for the others before it gives up. The longest wait is for the rank whose "
-        "answers and grades take longest.",
-    )
 
     @property
     def torch_dtype(self) -> torch.dtype:

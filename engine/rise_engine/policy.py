@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from rise_kernels.results import RiseLoss, TokenStats
 from rise_kernels.token_losses import LossSpec, TokenRows
 
-from . import attention, state
+from . import attention, lora, state
 from .config import EngineConfig
 from .deepspeed_config import deepspeed_config
 from .distributed import all_ranks_max, all_ranks_sum, init_distributed, seed_everything
@@ -75,7 +75,6 @@ class PolicyEngine:
         self.rank, self.world_size, self.device = init_distributed(timedelta(minutes=config.timeout_minutes))
         seed_everything(seed)
 
-        self.source = str(model)
         self.tokenizer = load_tokenizer(model)
         wanted = "sdpa" if config.attention == "auto" else config.attention
         self.model = load_model(model, dtype=config.torch_dtype, attention=wanted)
@@ -85,6 +84,8 @@ class PolicyEngine:
         if wanted == "sdpa" and attention.why_not_packed(self.model) is None:
             self.model.set_attn_implementation(attention.NAME)
             self.layout = "shared_prompt"
+        if config.lora is not None:
+            lora.add_adapters(self.model, config.lora)
         install_embedding(self.model)
         install_head(self.model, self.loss, config.head_budget_mib)
         if config.activation_checkpointing:
@@ -227,6 +228,15 @@ class PolicyEngine:
     ) -> list[Tensor]:
         """`score` of several responses to one prompt."""
         return self.score([Tokens(tuple(prompt_ids), tuple(r)) for r in response_ids], temperature=temperature)
+
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """Inside, log-probs are the frozen base model's: the reference policy of a LoRA run, at no memory.
+
+        Raises ValueError without engine.lora.
+        """
+        with lora.without_adapters(self.model):
+            yield
 
     def _build(self, sequences: Sequence[HasTokens], chunks: Sequence[Chunk]) -> MicroBatch:
         return build(sequences, chunks, self.layout, pad_id=self.pad_id, device=self.device)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from .errors import EngineError
 from .files import new_folder
 from .loading import quiet
+from .lora import merged
 
 if TYPE_CHECKING:
     from .policy import PolicyEngine
@@ -94,7 +95,8 @@ def write_model(policy: PolicyEngine, folder: Path) -> None:
     with _gathered(policy):
         if policy.rank == 0:
             with quiet():
-                policy.model.save_pretrained(folder)
+                weights = dict(merged(policy.model, policy.model.state_dict().items()))
+                policy.model.save_pretrained(folder, state_dict=weights)
             policy.tokenizer.save_pretrained(folder)
 
 
