@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from yaml import YAMLError
 
 from rise_engine.config import EngineConfig
+from rise_kernels.token_losses import GuideKind, KlEstimator
 
 from .errors import RiseError
 from .graders.judge_config import JudgeConfig
@@ -69,6 +70,15 @@ class GrpoConfig(Section):
     )
     clip_high: float = Field(0.28, gt=0, description="Upper clip: ratios above 1 + clip_high stop pushing.")
     dual_clip: float | None = Field(None, gt=1, description="Dual clip for negative advantages; off when null.")
+    kl_coef: float = Field(
+        0.0, ge=0, description="Weight of the KL term to the initial model, kept frozen beside the policy; 0: none."
+    )
+    kl_estimator: KlEstimator = Field("k3", description="How the KL is estimated from one token (docs/math.md).")
+    importance_correction: Literal["none", "token", "sequence"] = Field(
+        "none",
+        description="Factor pi_trainer / pi_engine on the policy loss, of each token or of the whole response.",
+    )
+    importance_cap: float = Field(2.0, gt=0, description="The factor is truncated at this value.")
     aggregation: Aggregation = Field("token-mean", description="How token losses are averaged over the step.")
     overlong_buffer: int = Field(0, ge=0, description="Tokens before the maximum over which the penalty grows (B).")
     overlong_factor: float = Field(0.5, ge=0, description="Penalty at the maximum length (f); rewards only.")
@@ -85,6 +95,9 @@ class GrpoConfig(Section):
             )
         return self
 
+    def cap_of(self, correction: Literal["token", "sequence"]) -> float | None:
+        return self.importance_cap if self.importance_correction == correction else None
+
     @property
     def updates_per_step(self) -> int:
         return self.prompts_per_step // (self.mini_batch_prompts or self.prompts_per_step)
@@ -93,10 +106,20 @@ class GrpoConfig(Section):
 class GuidanceConfig(Section):
     enabled: bool = Field(True, description="Guided rollouts; false is plain rubric GRPO (Rubric-RL).")
     rollouts: Positive = Field(8, description="Guided rollouts per prompt with something to improve.")
-    criteria: Positive = Field(5, description="Criteria shown in a hint (M).")
+    criteria: Positive | Literal["all"] = Field(5, description="Criteria shown in a hint (M); all: every missed one.")
     budget_tokens: Positive = Field(1024, description="Tokens a hint may add to a prompt; lowest priorities go first.")
     coefficient: float = Field(0.05, ge=0, description="Weight of the guide loss (lambda).")
     gamma: float = Field(0.1, gt=0, description="Support factor p / (p + gamma).")
+    loss: GuideKind = Field(
+        "log_support",
+        description="Guide loss of a token. log_support: -log(p / (p + gamma)), RISE's; support: -p / (p + gamma), "
+        "LUFFY's shaping; logprob: -log p, every token alike.",
+    )
+    coupled: bool = Field(
+        False,
+        description="Put guided answers into their prompt's group instead: one mean and deviation for all, learnt with "
+        "the policy loss; coefficient, gain and guide loss are then not used.",
+    )
     gain_max: float = Field(1.0, gt=0, description="Upper clip of a kept sample's gain (A_max).")
     remove_at: Literal["never", "plateau"] | Annotated[int, Field(ge=0)] = Field(
         "plateau", description="When guidance ends: a number of steps, at the gap's plateau, or never."
@@ -117,11 +140,29 @@ class GuidanceConfig(Section):
         return templates
 
 
+class ScaffoldConfig(Section):
+    """RuscaRL: natural rollouts see some of their rubric in a system message (docs/baselines.md)."""
+
+    enabled: bool = Field(False, description="Scaffold the natural rollouts; needs guidance.enabled: false.")
+    steepness: float = Field(
+        125.0, gt=0, description="How fast the scaffold goes: 1 / (1 + exp(steepness (x - midpoint)))."
+    )
+    midpoint: float = Field(0.2, ge=0, le=1, description="Share of the steps after which half of it is left.")
+    budget_tokens: Positive = Field(
+        1024, description="Tokens the criteria may add to a prompt; those drawn last go first."
+    )
+
+
 class RolloutConfig(Section):
     max_new_tokens: Positive = Field(8192, description="Longest response, in tokens.")
     temperature: float = Field(1.0, gt=0, description="Sampling temperature; log-probs in training use the same.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; below 1 is refused in training.")
-    top_k: int = Field(0, ge=0, description="Top-k sampling; above 0 is refused in training.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; below 1 needs subset_sampling.")
+    top_k: int = Field(0, ge=0, description="Top-k sampling; above 0 needs subset_sampling.")
+    subset_sampling: bool = Field(
+        False,
+        description="Allow top_p < 1 and top_k > 0 (RuscaRL's recipe): answers then come from a part of the "
+        "distribution, while the log-probs in training stay those of the whole one.",
+    )
     max_rows: Positive = Field(64, description="Answers decoded together by the transformers engine.")
     parity_tolerance: float | None = Field(
         None,
@@ -132,10 +173,10 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _full_distribution(self) -> RolloutConfig:
-        if self.top_p < 1 or self.top_k > 0:
+        if (self.top_p < 1 or self.top_k > 0) and not self.subset_sampling:
             raise ValueError(
                 "top_p < 1 or top_k > 0 samples from a renormalised subset of the vocabulary, so behaviour log-probs "
-                "would not be the policy's: training needs top_p 1 and top_k 0"
+                "would not be the policy's: training needs top_p 1 and top_k 0, or subset_sampling: true to have it so"
             )
         return self
 
@@ -166,11 +207,17 @@ class Config(Section):
     data: DataConfig
     grpo: GrpoConfig = Field(default_factory=GrpoConfig)
     guidance: GuidanceConfig = Field(default_factory=GuidanceConfig)
+    scaffold: ScaffoldConfig = Field(default_factory=ScaffoldConfig)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
     judge: JudgeConfig | None = Field(None, description="The LLM judge of criteria that no program can check.")
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+
+    @property
+    def hints(self) -> bool:
+        """Whether some training prompts show criteria."""
+        return self.guidance.enabled or self.scaffold.enabled
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
@@ -179,6 +226,23 @@ class Config(Section):
                 f"grpo.overlong_buffer ({self.grpo.overlong_buffer}) is longer than rollout.max_new_tokens "
                 f"({self.rollout.max_new_tokens})"
             )
+        corrected = self.grpo.importance_correction != "none"
+        if corrected and self.rollout.subset_sampling:
+            raise ValueError(
+                "grpo.importance_correction: with rollout.subset_sampling the answers come from another distribution "
+                "than their log-probs; use none"
+            )
+        if corrected and (self.scaffold.enabled or self.guidance.coupled):
+            raise ValueError(
+                "grpo.importance_correction: scaffolded and coupled answers were sampled under another prompt than "
+                "they are learnt under; use none"
+            )
+        if self.scaffold.enabled and self.guidance.enabled:
+            raise ValueError(
+                "scaffold.enabled: scaffolding is an alternative to guidance; set guidance.enabled to false"
+            )
+        if self.scaffold.enabled and self.steps < 2:
+            raise ValueError("scaffold.enabled: the schedule over the run needs at least 2 steps")
         return self
 
 

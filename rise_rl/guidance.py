@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from rise_engine.seeds import derive_seed
 
-from .rubric import Rubric, VerdictLike, as_verdict
+from .rubric import Criterion, Rubric, VerdictLike, as_verdict
 
 TEMPLATES: tuple[str, ...] = (
     "In your answer, pay attention to the following: {hint}.",
@@ -36,16 +37,17 @@ def priorities(rubric: Rubric, verdicts: Sequence[Sequence[VerdictLike]]) -> lis
     return [abs(c.weight) * m for c, m in zip(rubric.criteria, missed)]
 
 
-def select_feedback(rubric: Rubric, verdicts: Sequence[Sequence[VerdictLike]], m: int) -> list[int]:
-    """Indices of the m criteria of highest positive priority (eq. 5); ties by larger |w|, then rubric order.
+def select_feedback(rubric: Rubric, verdicts: Sequence[Sequence[VerdictLike]], m: int | Literal["all"]) -> list[int]:
+    """Indices of the m criteria of highest positive priority (eq. 5); ties by larger |w|, then rubric order. "all":
+    every criterion of positive priority.
 
     Empty when nothing is missed: then the prompt gets no guided rollouts.
     """
-    if m < 1:
+    if m != "all" and m < 1:
         raise ValueError(f"m: expected at least 1 criterion, found {m}")
     p = priorities(rubric, verdicts)
     ranked = sorted(range(len(p)), key=lambda k: (-p[k], -abs(rubric.criteria[k].weight), k))
-    return [k for k in ranked[:m] if p[k] > 0]
+    return [k for k in ranked[: None if m == "all" else m] if p[k] > 0]
 
 
 def guided_gains(
@@ -73,12 +75,13 @@ class GuidedPrompt:
 
 def hint_text(rubric: Rubric, chosen: Sequence[int]) -> str:
     """The chosen criteria joined by semicolons; a negative criterion enters as "avoid: ..."."""
-    texts = []
-    for k in chosen:
-        criterion = rubric.criteria[k]
-        text = criterion.text.strip().rstrip(".;")
-        texts.append(text if criterion.weight > 0 else f"avoid: {text}")
-    return "; ".join(texts)
+    return "; ".join(criterion_text(rubric.criteria[k]) for k in chosen)
+
+
+def criterion_text(criterion: Criterion) -> str:
+    """A criterion as a policy is shown it."""
+    text = criterion.text.strip().rstrip(".;")
+    return text if criterion.weight > 0 else f"avoid: {text}"
 
 
 def add_hint(messages: Sequence[Mapping[str, str]], hint: str) -> list[dict[str, str]]:

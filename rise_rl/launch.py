@@ -12,8 +12,8 @@ from rich.console import Console
 from rise_engine.checkpoint import CheckpointStore
 from rise_engine.policy import PolicyEngine
 from rise_engine.prompts import render_prompt
+from rise_engine.reference import reference_of
 from rise_engine.rollout.transformers import TransformersRollout
-from rise_kernels.token_losses import LossSpec
 
 from .batches import PromptOrder
 from .config import Config, ConfigError, DataConfig
@@ -27,6 +27,7 @@ from .graders.routing import RoutingGrader
 from .graders.rule import RuleGrader
 from .progress import Progress
 from .run_folder import RunFolder
+from .step_loss import loss_spec
 from .trainer import Trainer
 
 
@@ -65,10 +66,11 @@ def grader_for(examples: Sequence[Example], *, judge: JudgeConfig | None, plugin
 
 def check_context(config: Config, context_length: int, *, guidance: bool) -> None:
     """ConfigError unless the longest prompt, hint and answer fit the model together."""
-    hint = config.guidance.budget_tokens if guidance else 0
+    section = "scaffold" if config.scaffold.enabled else "guidance"
+    hint = getattr(config, section).budget_tokens if guidance else 0
     needed = config.data.max_prompt_tokens + hint + config.rollout.max_new_tokens
     if needed > context_length:
-        parts = f"data.max_prompt_tokens + {'guidance.budget_tokens + ' if guidance else ''}rollout.max_new_tokens"
+        parts = f"data.max_prompt_tokens + {f'{section}.budget_tokens + ' if guidance else ''}rollout.max_new_tokens"
         raise ConfigError(f"{parts} = {needed}, but {config.model} has a context of {context_length} tokens")
 
 
@@ -109,9 +111,10 @@ def run_training(config: Config, *, resume: bool = False, console: Console | Non
     with run.exclusive():
         with blaming("model"):
             policy = PolicyEngine(model, config.engine, loss=loss_spec(config), seed=config.seed)
+            reference = reference_of(model, policy) if config.grpo.kl_coef else None
         if policy.world_size > 1:
             raise ConfigError(f"found {policy.world_size} processes: training on several ranks is not supported yet")
-        check_context(config, policy.context_length, guidance=config.guidance.enabled)
+        check_context(config, policy.context_length, guidance=config.hints)
         train = fitting(train, policy.tokenizer, config.data, console, config.data.train)
         if heldout:
             heldout = fitting(heldout, policy.tokenizer, config.data, console, str(config.data.heldout))
@@ -135,6 +138,7 @@ def run_training(config: Config, *, resume: bool = False, console: Console | Non
                 run=run,
                 checkpoints=checkpoints,
                 progress=progress,
+                reference=reference,
                 should_stop=lambda: bool(stopped),
             )
             finished = trainer.train()
@@ -161,15 +165,6 @@ def go_back(
     checkpoints.forget_best_after(step)
     console.print(f"resuming {run.path} after step {step}" if found else f"{run.path}: no checkpoint yet")
     return step
-
-
-def loss_spec(config: Config) -> LossSpec:
-    return LossSpec(
-        gamma=config.guidance.gamma,
-        clip_low=config.grpo.clip_low,
-        clip_high=config.grpo.clip_high,
-        dual_clip=config.grpo.dual_clip,
-    )
 
 
 @contextmanager

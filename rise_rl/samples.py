@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from rise_engine.rollout.base import Rollout
 
@@ -12,12 +12,15 @@ from .data import Example
 from .graders.base import GradeItem, Grader
 from .rubric import Verdict
 
+Kind = Literal["natural", "guided"]
+
 
 @dataclass(frozen=True)
 class Sample:
     """One rollout with its verdicts. reward: complete-rubric reward in [0, 1], None if a verdict is unknown.
 
-    shown: indices of the criteria its prompt named; empty for a natural rollout.
+    kind: natural answers make up the group. shown: indices of the criteria its prompt named; empty for a natural one,
+    unless rollouts are scaffolded (RuscaRL).
     """
 
     example: Example
@@ -25,6 +28,7 @@ class Sample:
     verdicts: list[Verdict]
     reward: float | None
     shown: tuple[int, ...] = ()
+    kind: Kind = "natural"
 
     @property
     def length(self) -> int:
@@ -39,7 +43,7 @@ class Sample:
         return {
             "uid": self.example.uid,
             "index": self.rollout.index,
-            "kind": "guided" if self.shown else "natural",
+            "kind": self.kind,
             "prompt": self.example.messages[-1]["content"],
             "response": self.rollout.text,
             "finish_reason": self.rollout.finish_reason,
@@ -57,6 +61,7 @@ def grade_rollouts(
     examples: Sequence[Example],
     rollouts: Sequence[Rollout],
     shown: Sequence[tuple[int, ...]] | None = None,
+    kind: Kind = "natural",
 ) -> list[Sample]:
     """Judges each rollout on the complete rubric of its example (same order) under the original conversation."""
     items = [
@@ -67,6 +72,6 @@ def grade_rollouts(
     if [len(row) for row in verdicts] != [len(item.criteria) for item in items]:
         raise ValueError(f"{type(grader).__name__}.grade: expected one verdict per criterion of every item")
     return [
-        Sample(e, r, list(v), e.rubric.reward(v), s)
+        Sample(e, r, list(v), e.rubric.reward(v), s, kind)
         for e, r, v, s in zip(examples, rollouts, verdicts, shown or [()] * len(rollouts), strict=True)
     ]

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rise_engine.sequences import TrainSequence
+from rise_kernels.token_losses import LossSpec
 
 from .advantages import group_advantages, overlong_penalty
-from .config import GrpoConfig, GuidanceConfig
+from .config import Config, GrpoConfig, GuidanceConfig
 from .guidance import guided_gains
 from .samples import Sample
 from .weights import StepWeights
@@ -47,16 +48,16 @@ def build_step_loss(
     normalisers; advantages and gains do not depend on the split.
     prompt_ids: the *original* prompt of each uid; guided answers are learnt under it. Ungraded samples take no part
     anywhere; natural ones of advantage 0 do (they count in the denominators, and the engine need not forward them).
+    With `guidance.coupled` guided answers are members of the group like natural ones, and there are no guide rows.
     """
+    group = [*natural, *guided] if guidance.coupled else natural
     penalties = [
         overlong_penalty(s.length, max_length=max_length, buffer=grpo.overlong_buffer, factor=grpo.overlong_factor)
-        for s in natural
+        for s in group
     ]
-    shaped = [None if s.reward is None else s.reward + p for s, p in zip(natural, penalties)]
-    advantages = group_advantages(shaped, [s.example.uid for s in natural])
-    counted = [
-        (s, a) for s, a in zip(natural, advantages) if a is not None and not (grpo.mask_truncated and s.truncated)
-    ]
+    shaped = [None if s.reward is None else s.reward + p for s, p in zip(group, penalties)]
+    advantages = group_advantages(shaped, [s.example.uid for s in group])
+    counted = [(s, a) for s, a in zip(group, advantages) if a is not None and not (grpo.mask_truncated and s.truncated)]
 
     gains = [0.0] * len(guided)
     for uid in prompt_ids:
@@ -83,7 +84,7 @@ def build_step_loss(
                 response_ids=s.rollout.token_ids,
                 token_weight=weights.natural(s.length),
                 advantage=advantage,
-                behaviour_logprob=s.rollout.logprobs,
+                behaviour_logprob=own_logprobs(s, prompt_ids),
             )
             for s, advantage in members
         ]
@@ -96,11 +97,30 @@ def build_step_loss(
                 is_guide=True,
             )
             for s, gain in zip(guided, gains)
-            if gain > 0 and s.example.uid in uids
+            if gain > 0 and s.example.uid in uids and not guidance.coupled
         ]
         return sequences
 
     uids = list(prompt_ids)
     size = grpo.mini_batch_prompts or len(uids)
     mini_batches = [mini_batch(uids[i : i + size]) for i in range(0, len(uids), size)]
-    return StepLoss(mini_batches, advantages, penalties, gains)
+    return StepLoss(mini_batches, advantages[: len(natural)], penalties[: len(natural)], gains)
+
+
+def own_logprobs(sample: Sample, prompt_ids: dict[str, tuple[int, ...]]) -> tuple[float, ...] | None:
+    """The engine's log-probs, if it sampled under the prompt that is learnt under (not scaffolded, not guided)."""
+    return sample.rollout.logprobs if sample.rollout.prompt_ids == prompt_ids[sample.example.uid] else None
+
+
+def loss_spec(config: Config) -> LossSpec:
+    """The scalars of the token losses. Importance correction of whole sequences is not one of them (update.py)."""
+    return LossSpec(
+        gamma=config.guidance.gamma,
+        clip_low=config.grpo.clip_low,
+        clip_high=config.grpo.clip_high,
+        dual_clip=config.grpo.dual_clip,
+        kl_coef=config.grpo.kl_coef,
+        kl_estimator=config.grpo.kl_estimator,
+        is_cap=config.grpo.cap_of("token"),
+        guide=config.guidance.loss,
+    )

@@ -88,6 +88,7 @@ def training_metrics(stats: StepStats, sequences: int) -> dict[str, Value]:
         "logprob_gap/mean": stats.logprob_gap_mean,
         "logprob_gap/p99": stats.logprob_gap_p99,
         "logprob_gap/max": stats.logprob_gap_max,
+        "importance/kept": stats.importance_kept,
         "tokens/trained": stats.tokens,
         "sequences/forwarded": stats.forwarded_sequences,
         "sequences/skipped": sequences - stats.forwarded_sequences,

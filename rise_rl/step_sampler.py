@@ -14,13 +14,14 @@ from rise_engine.prompts import render_prompt
 from rise_engine.rollout.base import RolloutEngine, RolloutRequest, Sampling
 from rise_engine.seeds import derive_seed
 
-from .config import Config
+from .config import Config, RolloutConfig
 from .data import Example
 from .graders.base import Grader
 from .guidance import draw_template, guided_prompt, select_feedback
 from .phases import PhaseTimes
 from .progress import Progress
-from .samples import Sample, grade_rollouts
+from .samples import Kind, Sample, grade_rollouts
+from .scaffold import draw_criteria, scaffolded, shown_count, strength
 
 Prompt = tuple[int, ...]
 
@@ -32,7 +33,7 @@ class StepSamples:
     prompts: dict[str, Prompt]
     natural: list[Sample]
     guided: list[Sample]
-    metrics: dict[str, int] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 class StepSampler:
@@ -50,26 +51,53 @@ class StepSampler:
     ) -> None:
         self.config, self.tokenizer, self.rollouts, self.grader = config, tokenizer, rollouts, grader
         self.progress, self.times = progress, times
-        self.sampling = Sampling(max_new_tokens=config.rollout.max_new_tokens, temperature=config.rollout.temperature)
+        self.sampling = sampling_of(config.rollout)
 
     def sample(self, step: int, examples: Sequence[Example], *, guiding: bool) -> StepSamples:
         """`step` counts from 1. Without `guiding` no guided answer is generated at all."""
         prompts = {e.uid: self.render(e.messages) for e in examples}
-        natural = self._natural(step, examples, prompts)
+        natural, scaffold_metrics = self._natural(step, examples, prompts)
         guided, metrics = self._guided(step, natural, prompts) if guiding else ([], {})
-        return StepSamples(prompts, natural, guided, metrics)
+        return StepSamples(prompts, natural, guided, {**scaffold_metrics, **metrics})
 
     def render(self, messages: Sequence[Any]) -> Prompt:
         return render_prompt(self.tokenizer, messages, self.config.data.chat_template)
 
-    def _natural(self, step: int, examples: Sequence[Example], prompts: dict[str, Prompt]) -> list[Sample]:
+    def _natural(
+        self, step: int, examples: Sequence[Example], prompts: dict[str, Prompt]
+    ) -> tuple[list[Sample], dict[str, float]]:
+        owners = [(e, i) for e in examples for i in range(self.config.grpo.group_size)]
+        asked = [prompts[e.uid] for e, _ in owners]
+        shown: list[tuple[int, ...]] | None = None
+        metrics: dict[str, float] = {}
+        if self.config.scaffold.enabled:
+            asked, shown, metrics = self._scaffold(step, owners, prompts)
         requests = [
-            RolloutRequest(e.uid, i, prompts[e.uid], derive_seed("natural", self.config.seed, step, e.uid, i))
-            for e in examples
-            for i in range(self.config.grpo.group_size)
+            RolloutRequest(e.uid, i, prompt, derive_seed("natural", self.config.seed, step, e.uid, i))
+            for (e, i), prompt in zip(owners, asked)
         ]
-        owners = [e for e in examples for _ in range(self.config.grpo.group_size)]
-        return self._answer("rollout", owners, requests)
+        return self._answer("rollout", [e for e, _ in owners], requests, shown), metrics
+
+    def _scaffold(
+        self, step: int, owners: Sequence[tuple[Example, int]], prompts: dict[str, Prompt]
+    ) -> tuple[list[Prompt], list[tuple[int, ...]], dict[str, float]]:
+        """RuscaRL: the prompt and the shown criteria of every natural rollout. Those drawn last are left out where the
+        budget is full.
+        """
+        config = self.config.scaffold
+        level = strength(step, self.config.steps, steepness=config.steepness, midpoint=config.midpoint)
+        asked, shown, dropped = [], [], 0
+        for e, i in owners:
+            count = shown_count(len(e.rubric), level, i, self.config.grpo.group_size)
+            chosen = draw_criteria(e.rubric, count, seed=self.config.seed, step=step, uid=e.uid, index=i)
+            limit = len(prompts[e.uid]) + config.budget_tokens
+            while chosen and not self._fits(limit, scaffolded(e.messages, e.rubric, chosen)):
+                chosen.pop()
+                dropped += 1
+            asked.append(self.render(scaffolded(e.messages, e.rubric, chosen)))
+            shown.append(tuple(chosen))
+        metrics = {"scaffold/strength": level, "scaffold/dropped_criteria": dropped}
+        return asked, shown, metrics | {"scaffold/shown_mean": sum(map(len, shown)) / len(shown)}
 
     def _guided(
         self, step: int, natural: Sequence[Sample], prompts: dict[str, Prompt]
@@ -103,7 +131,7 @@ class StepSampler:
                     request_seed = derive_seed("guided", seed, step, uid, index)
                     requests.append(RolloutRequest(uid, index, self.render(guided.messages), request_seed))
             without_feedback += not found
-        samples = self._answer("guided_rollout", owners, requests, shown) if requests else []
+        samples = self._answer("guided_rollout", owners, requests, shown, "guided") if requests else []
         return samples, {"guided/no_feedback_prompts": without_feedback, "guided/dropped_criteria": dropped}
 
     def _fits(self, limit: int, messages: Sequence[Any]) -> bool:
@@ -115,8 +143,19 @@ class StepSampler:
         examples: Sequence[Example],
         requests: Sequence[RolloutRequest],
         shown: Sequence[tuple[int, ...]] | None = None,
+        kind: Kind = "natural",
     ) -> list[Sample]:
         with self.times(phase), self.progress.counting(phase, len(requests)) as advance:
             rollouts = self.rollouts.generate(requests, self.sampling, advance)
         with self.times("grade"):
-            return grade_rollouts(self.grader, examples, rollouts, shown)
+            return grade_rollouts(self.grader, examples, rollouts, shown, kind)
+
+
+def sampling_of(config: RolloutConfig) -> Sampling:
+    return Sampling(
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        subset=config.subset_sampling,
+    )

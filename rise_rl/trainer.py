@@ -33,7 +33,7 @@ from .schedule import GuidanceSchedule
 from .step_loss import build_step_loss
 from .step_metrics import criterion_failures, judge_metrics, mean, sample_metrics, training_metrics
 from .step_sampler import Prompt, StepSampler
-from .update import update
+from .update import Scorer, update
 
 UNGRADED_LIMIT = 0.1
 """An evaluation with a larger share of ungraded answers cannot make a model the best: its mean is over what is left."""
@@ -42,7 +42,8 @@ UNGRADED_LIMIT = 0.1
 class Trainer:
     """Owns a run from its first step to its last. `train()` returns when it is finished or asked to stop.
 
-    order, heldout: prompts that are known to fit. run: opened for writing, its log ending where the policy stands.
+    order, heldout: prompts that are known to fit. reference: the frozen model of the KL term. run: opened for writing,
+    its log ending where the policy stands.
     """
 
     def __init__(
@@ -57,10 +58,11 @@ class Trainer:
         run: RunFolder,
         checkpoints: CheckpointStore,
         progress: Progress,
+        reference: Scorer | None = None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self.config, self.policy, self.rollouts, self.grader = config, policy, rollouts, grader
-        self.order = order
+        self.reference, self.order = reference, order
         self.heldout = list(heldout)[: config.evaluation.prompts]
         self.run, self.checkpoints, self.progress, self.should_stop = run, checkpoints, progress, should_stop
         self.times = PhaseTimes()
@@ -128,7 +130,13 @@ class Trainer:
             guidance=self.config.guidance,
         )
         with self.times("train"):
-            stats = update(self.policy, loss.mini_batches, temperature=self.config.rollout.temperature)
+            stats = update(
+                self.policy,
+                loss.mini_batches,
+                temperature=self.config.rollout.temperature,
+                reference=self.reference,
+                sequence_cap=self.config.grpo.cap_of("sequence"),
+            )
         self.sync()
         self.run.write_rollouts(step, [sample.record() for sample in [*natural, *guided]])
         return {

@@ -127,7 +127,7 @@ class PolicyEngine:
         skip = not all_ranks_max(any(can_matter(s, self.loss) for s in forwarded), self.device)
         rate = learning_rate(self.config, self.step)
 
-        statistics = StepStatistics(self.device)
+        statistics = StepStatistics(self.device, self.loss.is_cap)
         self.engine.train()
         try:
             for i in range(rounds):

@@ -53,7 +53,8 @@ class StepStats:
     loss = policy_loss + guide_loss, the weighted sums over all ranks. grad_norm: before clipping; 0 if the step was
     skipped. lr: the rate the update used. tokens: response tokens forwarded. clip_fraction, ratio_*, kl and entropy
     are over natural tokens, mean_support (rho) over guide tokens. logprob_gap_*: |trainer - behaviour| in nats with the
-    weights that sampled, over the `gap_tokens` forwarded tokens that carry a behaviour log-prob.
+    weights that sampled, over the `gap_tokens` forwarded tokens that carry a behaviour log-prob. importance_kept: share
+    of them whose importance factor is not truncated, NaN without token correction.
     """
 
     loss: float
@@ -76,6 +77,7 @@ class StepStats:
     logprob_gap_mean: float
     logprob_gap_p99: float
     logprob_gap_max: float
+    importance_kept: float
     seconds: float
 
 
@@ -128,5 +130,6 @@ def merge(updates: Sequence[StepStats]) -> StepStats:
         logprob_gap_mean=over([u.gap_tokens for u in updates], "logprob_gap_mean"),
         logprob_gap_p99=largest("logprob_gap_p99"),
         logprob_gap_max=largest("logprob_gap_max"),
+        importance_kept=over([u.gap_tokens for u in updates], "importance_kept"),
         seconds=total("seconds"),
     )

@@ -81,6 +81,7 @@ class StepStatistics:
     """Collects what the forward passes report; nothing leaves the device until `summary`."""
 
     device: torch.device
+    is_cap: float | None = None
     losses: list[Tensor] = field(default_factory=list)
     tokens: list[Tensor] = field(default_factory=list)
     batches: list[tuple[MicroBatch, Tensor]] = field(default_factory=list)
@@ -101,7 +102,7 @@ class StepStatistics:
             result.clipped,
             result.support,
             torch.zeros_like(result.logprob) if result.kl is None else result.kl,
-            (at_sampling - behaviour).abs(),
+            at_sampling - behaviour,
         ]
         table = torch.stack([c.float() for c in columns], dim=1)
         self.tokens.append(table[rows.token_weight != 0])
@@ -127,6 +128,8 @@ class StepStatistics:
         guide, entropy, ratio, clipped, support, kl, gap = _gathered(table).cpu().double().unbind(1)
         natural = guide == 0
         gap = gap[~gap.isnan()]
+        kept = torch.empty(0) if self.is_cap is None else gap <= math.log(self.is_cap)
+        gap = gap.abs()
         return {
             "tokens": len(guide),
             "natural_tokens": int(natural.sum()),
@@ -139,6 +142,7 @@ class StepStatistics:
             "kl": _mean(kl[natural]),
             "logprob_gap_mean": _mean(gap),
             "logprob_gap_p99": _quantile(gap, 0.99),
+            "importance_kept": _mean(kept.double()),
             "logprob_gap_max": gap.max().item() if len(gap) else NAN,
         }
 

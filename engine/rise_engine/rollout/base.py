@@ -11,12 +11,17 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class Sampling:
-    """temperature > 0 (0 is greedy and refused in training); top_p 1 and top_k 0 mean the full distribution."""
+    """temperature > 0 (0 is greedy and refused in training); top_p 1 and top_k 0 mean the full distribution.
+
+    subset: asks by name for top_p < 1 or top_k > 0, which are refused without it. The log-probs of a rollout are those
+    of the full distribution at this temperature even so.
+    """
 
     max_new_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    subset: bool = False
 
 
 @dataclass(frozen=True)

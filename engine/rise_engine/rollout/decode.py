@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from .base import RolloutRequest
+from .base import RolloutRequest, Sampling
 from .kv_cache import DecodeCache
 from .sampler import sample, uniforms
 
@@ -30,14 +30,14 @@ def decode(
     model: PreTrainedModel,
     requests: Sequence[RolloutRequest],
     *,
-    max_new_tokens: int,
-    temperature: float,
+    sampling: Sampling,
     stop_ids: Sequence[int],
     pad_id: int,
     device: torch.device,
     finished: Callable[[int], None],
 ) -> list[Answer]:
     """One answer per request, all decoded together; `finished(n)` is called as n rows end. `model` is in eval mode."""
+    max_new_tokens = sampling.max_new_tokens
     prompts = list(dict.fromkeys(r.prompt_ids for r in requests))
     place = {prompt: i for i, prompt in enumerate(prompts)}
     owners = torch.tensor([place[r.prompt_ids] for r in requests], device=device)
@@ -56,7 +56,9 @@ def decode(
     answers = [Answer() for _ in requests]
     active = list(range(len(requests)))
     for step in range(max_new_tokens):
-        token, logprob = sample(logits, draws[:, step], temperature)
+        token, logprob = sample(
+            logits, draws[:, step], sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k
+        )
         stopped = torch.isin(token, stops)
         done = []
         for row, (t, p, s) in enumerate(zip(token.tolist(), logprob.tolist(), stopped.tolist())):

@@ -20,17 +20,22 @@ def uniforms(seeds: Sequence[int], count: int) -> Tensor:
     return torch.from_numpy(numpy.stack(rows)) if rows else torch.empty(0, count, dtype=torch.float64)
 
 
-def sample(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def sample(
+    logits: Tensor, uniform: Tensor, temperature: float, *, top_p: float = 1.0, top_k: int = 0
+) -> tuple[Tensor, Tensor]:
     """Inverse-CDF sampling from softmax(logits / temperature); temperature 0 takes the largest logit.
 
+    top_k > 0: from the top_k largest only; then top_p < 1: from the fewest largest whose share of what is left reaches
+    top_p (both as transformers and vLLM).
     logits [n, V] of any float dtype, uniform float64 [n]. Returns token int64 [n] and its log-prob float32 [n] under
-    the same distribution; for temperature 0 under softmax(logits), because the point mass it samples from says nothing.
-    A token of probability 0 is never chosen.
+    softmax(logits / temperature) whole, whatever top_p and top_k; for temperature 0 under softmax(logits), because the
+    point mass it samples from says nothing. A token of probability 0 is never chosen.
     """
     if temperature == 0:
         token = logits.argmax(-1, keepdim=True)
         return token[:, 0], _logprob(torch.softmax(logits.float(), -1), token)
-    probability = torch.softmax(logits.float() / temperature, -1)
+    whole = torch.softmax(logits.float() / temperature, -1)
+    probability = whole if top_k == 0 and top_p == 1 else whole.where(within(whole, top_p, top_k), 0.0)
     # Two levels: which block of the vocabulary, then which token in it. Summing a block is far cheaper than a running
     # sum over 150,000 tokens, and float64 is needed only for the few numbers that are left.
     padding = -probability.shape[-1] % BLOCK
@@ -38,7 +43,19 @@ def sample(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor,
     block, rest = _invert(blocks.sum(-1).double(), uniform[:, None], relative=True)
     inside, _ = _invert(blocks[torch.arange(len(blocks), device=blocks.device), block[:, 0]].double(), rest)
     token = block * BLOCK + inside
-    return token[:, 0], _logprob(probability, token)
+    return token[:, 0], _logprob(whole, token)
+
+
+def within(probability: Tensor, top_p: float, top_k: int) -> Tensor:
+    """bool [n, V]: what top_k, then top_p, leave; always at least the likeliest token. Ties at the k-th place stay."""
+    ranked = probability.sort(-1, descending=True)
+    kept = ranked.values
+    if top_k > 0:
+        kept = kept.where(kept >= kept[:, min(top_k, kept.shape[-1]) - 1, None], 0.0)
+    before = kept.double().cumsum(-1) - kept
+    chosen = (kept > 0) & (before < top_p * kept.double().sum(-1, keepdim=True))
+    chosen[:, 0] = True
+    return torch.zeros_like(chosen).scatter(-1, ranked.indices, chosen)
 
 
 def _invert(mass: Tensor, target: Tensor, *, relative: bool = False) -> tuple[Tensor, Tensor]:

@@ -59,8 +59,7 @@ class TransformersRollout:
             decoded = decode(
                 self.policy.model,
                 [requests[i] for i in rows],
-                max_new_tokens=sampling.max_new_tokens,
-                temperature=sampling.temperature,
+                sampling=sampling,
                 stop_ids=self.policy.stop_ids,
                 pad_id=self.policy.pad_id,
                 device=self.policy.device,
@@ -89,7 +88,7 @@ class TransformersRollout:
             raise RuntimeError(
                 f"rollouts: synced at step {self.version}, but the policy is at {self.policy.step}; call sync() first"
             )
-        if sampling.top_p < 1 or sampling.top_k > 0:
+        if (sampling.top_p < 1 or sampling.top_k > 0) and not sampling.subset:
             raise ValueError(
                 f"sampling: top_p {sampling.top_p}, top_k {sampling.top_k}: only the full distribution is sampled "
                 "from, as log-probs would otherwise be renormalised over a subset that the trainer does not know"

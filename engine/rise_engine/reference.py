@@ -1,0 +1,77 @@
+"""The frozen reference policy of the KL term: the model a run began with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+from torch import Tensor
+
+from rise_kernels.token_losses import LossSpec
+
+from .head import install_head
+from .loading import load_model
+from .packing import HasTokens
+from .policy import PolicyEngine, PolicyModule
+from .scoring import token_logprobs
+
+
+class FrozenReference:
+    """The initial model beside the policy, in the policy's dtype, without gradients or optimizer.
+
+    model: the folder or hub id the policy was made from; never a checkpoint, also when a run is resumed. Under ZeRO-3
+    its parameters are split over the ranks as the policy's are; under other stages every rank holds a whole copy.
+    """
+
+    def __init__(self, model: str | Path, policy: PolicyEngine) -> None:
+        self.policy = policy
+        frozen = load_model(model, dtype=policy.config.torch_dtype, attention="sdpa")
+        frozen.set_attn_implementation(policy.model.config._attn_implementation)
+        install_head(frozen, LossSpec(), policy.config.head_budget_mib)
+        frozen.requires_grad_(requires_grad=False)
+        self.module: Any = PolicyModule(frozen)
+        if policy.engine.zero_optimization_stage() == 3:
+            self.module = deepspeed.initialize(
+                model=self.module, config=_split(policy.world_size), dist_init_required=False
+            )[0].module
+        self.module.to(policy.device).eval()
+
+    def score(self, sequences: Sequence[HasTokens], *, temperature: float) -> list[Tensor]:
+        """As PolicyEngine.score. Collective."""
+        policy = self.policy
+        return token_logprobs(
+            self.module,
+            sequences,
+            temperature=temperature,
+            budget=policy.config.micro_batch_tokens,
+            layout=policy.layout,
+            pad_id=policy.pad_id,
+            device=policy.device,
+        )
+
+
+class AdapterReference:
+    """The reference of a LoRA run: the policy's own base model, adapters switched off. No memory of its own."""
+
+    def __init__(self, policy: PolicyEngine) -> None:
+        self.policy = policy
+
+    def score(self, sequences: Sequence[HasTokens], *, temperature: float) -> list[Tensor]:
+        with self.policy.without_adapters():
+            return self.policy.score(sequences, temperature=temperature)
+
+
+def reference_of(model: str | Path, policy: PolicyEngine) -> FrozenReference | AdapterReference:
+    """The reference that the policy's kind of training asks for. Raises OSError where the model cannot be loaded."""
+    return FrozenReference(model, policy) if getattr(policy.config, "lora", None) is None else AdapterReference(policy)
+
+
+def _split(world_size: int) -> dict[str, Any]:
+    """DeepSpeed's settings for parameters in shares and nothing else."""
+    return {
+        "train_batch_size": world_size,
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3},
+    }
