@@ -59,7 +59,9 @@ def tiny_tokenizer(vocab_size: int = 384) -> PreTrainedTokenizerFast:
     return fast
 
 
-def tiny_model(kind: Kind, vocab_size: int, *, seed: int = 0, scale: float = 10.0) -> PreTrainedModel:
+def tiny_model(
+    kind: Kind, vocab_size: int, *, seed: int = 0, scale: float = 10.0, head_dim: int = 8
+) -> PreTrainedModel:
     """Random weights, spread by `scale` so that the distributions are far from uniform. Float32."""
     torch.manual_seed(seed)
     shape: dict[str, Any] = {
@@ -69,7 +71,7 @@ def tiny_model(kind: Kind, vocab_size: int, *, seed: int = 0, scale: float = 10.
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 8,
+        "head_dim": head_dim,
         "max_position_embeddings": 512,
         "tie_word_embeddings": kind.endswith("-tied"),
         "bos_token_id": None,
@@ -89,9 +91,11 @@ def tiny_model(kind: Kind, vocab_size: int, *, seed: int = 0, scale: float = 10.
     return model
 
 
-def make_tiny(folder: Path, kind: Kind = "qwen3-tied", *, seed: int = 0, scale: float = 10.0) -> Path:
-    """Writes model, tokenizer and generation config to `folder` and returns it."""
+def make_tiny(
+    folder: Path, kind: Kind = "qwen3-tied", *, seed: int = 0, scale: float = 10.0, head_dim: int = 8
+) -> Path:
+    """Writes model, tokenizer and generation config to `folder` and returns it. vLLM on a CPU needs head_dim 32."""
     tokenizer = tiny_tokenizer()
-    tiny_model(kind, len(tokenizer), seed=seed, scale=scale).save_pretrained(folder)
+    tiny_model(kind, len(tokenizer), seed=seed, scale=scale, head_dim=head_dim).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

@@ -1,0 +1,145 @@
+"""Starting vLLM inside the trainer's process, and leaving that process as it was."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import torch
+import torch.distributed as dist
+
+from ..loading import quiet
+from .vllm_config import VllmConfig
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+    from ..frozen import FrozenPolicy
+    from ..policy import PolicyEngine
+
+CPU_BLOCK = 32
+"""Tokens of a cache block on a CPU (its kernels want a multiple of 32): the smaller, the more of a prompt is shared."""
+
+SETTINGS = {
+    # The engine lives in this process: its worker reads the trainer's tensors directly.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+def installed() -> bool:
+    return importlib.util.find_spec("vllm") is not None
+
+
+def start(policy: PolicyEngine | FrozenPolicy, *, context_length: int, max_rows: int, config: VllmConfig) -> LLM:
+    """A vLLM engine for the policy's model with weights made up: nothing of it is true before the first sync, so that a
+    tensor that a sync does not reach cannot be right by luck.
+
+    Collective: all ranks start together. Seconds on a CPU, a minute or more on a GPU (kernels, CUDA graphs).
+    """
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
+    with undisturbed(), silenced(), quiet():
+        from vllm import LLM
+
+        return LLM(**arguments(policy, context_length=context_length, max_rows=max_rows, config=config))
+
+
+def arguments(
+    policy: PolicyEngine | FrozenPolicy, *, context_length: int, max_rows: int, config: VllmConfig
+) -> dict[str, Any]:
+    """What vLLM is started with."""
+    on_gpu = policy.device.type == "cuda"
+    chosen: dict[str, Any] = {
+        "model": policy.model.name_or_path,
+        "dtype": str(policy.model.dtype).removeprefix("torch."),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",  # stop tokens and sampling are ours alone
+        "max_model_len": context_length,
+        "max_num_seqs": max_rows,
+        "enable_prefix_caching": True,
+        "logprobs_mode": "processed_logprobs",
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "seed": 0,  # every request brings its own
+    }
+    if dist.get_world_size() > 1:
+        chosen["distributed_executor_backend"] = "external_launcher"
+    if on_gpu:
+        chosen |= {"gpu_memory_utilization": config.memory_fraction, "enable_sleep_mode": config.sleep > 0}
+    else:
+        chosen |= {"enforce_eager": True, "block_size": CPU_BLOCK}
+        chosen["kv_cache_memory_bytes"] = cache_bytes(policy, context_length, max_rows)
+    return chosen
+
+
+def cache_bytes(policy: PolicyEngine | FrozenPolicy, context_length: int, max_rows: int) -> int:
+    """Keys and values of `max_rows` answers of full length, none of them shared."""
+    shape = policy.model.config.get_text_config()
+    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
+    width = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    tokens = (max_rows + 1) * -(-context_length // CPU_BLOCK) * CPU_BLOCK
+    return 2 * shape.num_hidden_layers * heads * width * policy.model.dtype.itemsize * tokens
+
+
+@contextmanager
+def silenced() -> Iterator[None]:
+    """Keeps what libraries write past Python (C++ warnings) off the console while vLLM starts; shown if it fails."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as aside:
+        os.dup2(aside.fileno(), 2)
+        try:
+            yield
+        except BaseException:
+            aside.seek(0)
+            os.write(kept, aside.read())
+            raise
+        finally:
+            sys.stderr.flush()
+            os.dup2(kept, 2)
+            os.close(kept)
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Random states, environment, signal handlers and torch's switches are afterwards what they were: vLLM seeds every
+    generator, sets LD_PRELOAD and LOCAL_WORLD_SIZE for processes it might start, and replaces torch.set_num_threads.
+    """
+    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    environment = dict(os.environ)
+    main = threading.current_thread() is threading.main_thread()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)} if main else {}
+    set_threads, precision, dtype = (
+        torch.set_num_threads,
+        torch.get_float32_matmul_precision(),
+        torch.get_default_dtype(),
+    )
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda)
+        for name in set(os.environ) - set(environment):
+            if not name.startswith("VLLM_"):
+                del os.environ[name]
+        os.environ.update(environment)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        torch.set_num_threads = set_threads
+        torch.set_float32_matmul_precision(precision)
+        torch.set_default_dtype(dtype)
