@@ -26,6 +26,7 @@ from .graders.base import Message
 from .launch import blaming, check_context, fitting, grader_for
 from .progress import Progress
 from .run_folder import RunFolder, RunFolderError
+from .step_sampler import sampling_of
 from .trainer import evaluate
 
 
@@ -69,7 +70,7 @@ def evaluate_model(config: Config, console: Console) -> dict[str, Any]:
             examples[: config.evaluation.prompts],
             rollouts,
             grader,
-            Sampling(max_new_tokens=config.rollout.max_new_tokens, temperature=config.rollout.temperature),
+            sampling_of(config.rollout),
             prompt_of=lambda e: render_prompt(policy.tokenizer, e.messages, config.data.chat_template),
             samples=config.evaluation.samples,
             seed=config.seed,

@@ -65,7 +65,7 @@ class AdapterReference:
 
 def reference_of(model: str | Path, policy: PolicyEngine) -> FrozenReference | AdapterReference:
     """The reference that the policy's kind of training asks for. Raises OSError where the model cannot be loaded."""
-    return FrozenReference(model, policy) if getattr(policy.config, "lora", None) is None else AdapterReference(policy)
+    return FrozenReference(model, policy) if policy.config.lora is None else AdapterReference(policy)
 
 
 def _split(world_size: int) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from rise_engine.config import EngineConfig
 from rise_engine.policy import PolicyEngine
 from rise_engine.sequences import StepStats, merge
 from rise_rl.config import ConfigError, load_config
+from rise_rl.launch import run_training
+from rise_rl.run_folder import RunFolder
 from rise_rl.update import update
 from tests.engine.helpers import a_step, plain_logprobs, plain_model, plain_steps
 from tests.trainer.test_trainer import records, run
@@ -63,15 +65,11 @@ def test_a_step_of_several_updates_trains_resumes_and_counts_steps(tiny_config):
     assert sorted(p.name for p in (folder / "checkpoints").glob("step-*")) == ["step-00000004"]
     assert any(m["ratio/max"] != 1.0 for m in metrics)
     again = load_config(config, ["steps=3"])
-    from rise_rl.launch import run_training
-
     run_training(again, resume=True)
-    from rise_rl.run_folder import RunFolder
-
     assert [row["step"] for row in RunFolder(folder).metrics()] == [1, 2, 3]
     assert [row["step"] for row in RunFolder(folder).evals()] == [0, 1, 2, 3]
     with pytest.raises(ConfigError, match="mini_batch_prompts: the checkpoint has 6 optimizer updates"):
-        run_training(load_config(config, ["steps=4", "grpo.prompts_per_step=4", "steps=5"]), resume=True)
+        run_training(load_config(config, ["steps=5", "grpo.prompts_per_step=4"]), resume=True)
 
 
 def test_mini_batches_must_divide_the_step(tiny_config):
@@ -97,3 +95,14 @@ def test_merged_statistics_mean_what_they_say():
     assert (merged.ratio_max, merged.logprob_gap_max) == (1.7, 0.5)
     assert merge([nothing, nothing]).skipped
     assert math.isnan(merge([nothing, nothing]).entropy)
+
+
+def test_a_resumed_run_measures_its_kl_to_the_initial_model(tiny_config):
+    config = tiny_config(steps=3, evaluation__every=0, grpo__kl_coef=0.1)
+    whole, _ = run(config, "name=whole")
+    run(config, "name=halted", "steps=2")
+    folder = run_training(load_config(config, ["name=halted"]), resume=True)
+    resumed = RunFolder(folder).metrics()
+    assert [m["kl"] for m in resumed] == [m["kl"] for m in whole]
+    assert 0 <= whole[0]["kl"] < 1e-12  # batched with guided rows, log-probs differ in their last bits
+    assert whole[2]["kl"] > 1e-6
