@@ -43,12 +43,28 @@ def errors_for_people() -> Iterator[None]:
 
     from .errors import RiseError
 
+    def complain(message: str) -> None:
+        text = f"[bold red]error:[/bold red] {escape(message)}"
+        Console(stderr=True).print(text, highlight=False, soft_wrap=True)
+
     try:
         yield
-    except (RiseError, EngineError, OSError) as error:
-        message = f"[bold red]error:[/bold red] {escape(str(error))}"
-        Console(stderr=True).print(message, highlight=False, soft_wrap=True)
+    except typer.Exit:
+        raise
+    except Exception as error:
+        if several_ranks():
+            from .ranks import fail
+
+            fail(error, complain)
+        if not isinstance(error, RiseError | EngineError | OSError):
+            raise
+        complain(str(error))
         raise typer.Exit(2) from error
+
+
+def several_ranks() -> bool:
+    """Whether a launcher started this process as one of several."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 @app.command()
@@ -71,18 +87,25 @@ def train(
             say("# DeepSpeed\n" + json.dumps(built, indent=2))
             return
         from .launch import Interrupted, run_training
+        from .ranks import leave
+        from .report import write_report
 
         this = [sys.argv[0]] if Path(sys.argv[0]).name == "rise-rl" else [sys.executable, "-m", "rise_rl.cli"]
         again = shlex.join([*this, "train", str(config), *(overrides or []), "--resume"])
+        first = os.environ.get("RANK", "0") == "0"
         try:
             folder = run_training(loaded, resume=resume, console=console)
         except (Interrupted, KeyboardInterrupt) as stop:
-            if (Path(loaded.output) / loaded.name / "config.yaml").exists():
-                say(f"stopped; go on with:  {again}")
+            if first and (Path(loaded.output) / loaded.name / "config.yaml").exists():
+                launcher = "(your launcher) " if several_ranks() else ""
+                say(f"stopped; go on with:  {launcher}{again}")
+            if several_ranks():
+                leave(130)
             raise typer.Exit(130) from stop
-        from .report import write_report
-
-        say(f"report: {write_report(folder)}")
+        if first:
+            say(f"report: {write_report(folder)}")
+        if several_ranks():
+            leave(0)
 
 
 @app.command()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 from rich.console import Console
@@ -26,6 +28,7 @@ from .graders.plugin import load_grader
 from .graders.routing import RoutingGrader
 from .graders.rule import RuleGrader
 from .progress import Progress
+from .ranks import Ranks
 from .run_folder import RunFolder
 from .step_loss import loss_spec
 from .trainer import Trainer
@@ -100,60 +103,96 @@ def fitting(
 
 
 def run_training(config: Config, *, resume: bool = False, console: Console | None = None) -> Path:
-    """Runs (or resumes) a training run and returns its folder. Raises Interrupted after Ctrl-C, once saved."""
-    console = console or Console()
-    train = load_examples(config.data.train)
-    heldout = load_examples(config.data.heldout) if config.data.heldout else []
-    grader = grader_for([*train, *heldout], judge=config.judge, plugin=config.grader)
-    model = resolve_model(config.model)
+    """Runs (or resumes) a training run and returns its folder; on all ranks of a launch together. Raises Interrupted
+    after Ctrl-C, once saved.
+    """
+    ranks = Ranks.join(timedelta(minutes=config.engine.timeout_minutes))
+    console = (console or Console()) if ranks.first else Console(quiet=True)
+    check_ranks(config, ranks.world_size)
+    train, heldout, grader = ranks.each(data_and_grader, config)
+    ranks.once(resolve_model, config.model)  # what has to be fetched is fetched by one
+    model = ranks.each(resolve_model, config.model)
     folder = Path(config.output) / config.name
-    run = RunFolder.resume(folder, config) if resume else RunFolder.new(folder, config)
-    with run.exclusive():
+    run = ranks.once(RunFolder.resume if resume else RunFolder.new, folder, config)
+    with ExitStack() as stack:
+        ranks.once(enter, stack, run.exclusive())
         with blaming("model"):
             policy = PolicyEngine(model, config.engine, loss=loss_spec(config), seed=config.seed)
             reference = reference_of(model, policy) if config.grpo.kl_coef else None
-        if policy.world_size > 1:
-            raise ConfigError(f"found {policy.world_size} processes: training on several ranks is not supported yet")
-        check_context(config, policy.context_length, guidance=config.hints)
-        train = fitting(train, policy.tokenizer, config.data, console, config.data.train)
+        ranks.each(check_context, config, policy.context_length, guidance=config.hints)
+        train = ranks.each(fitting, train, policy.tokenizer, config.data, console, config.data.train)
         if heldout:
-            heldout = fitting(heldout, policy.tokenizer, config.data, console, str(config.data.heldout))
+            source = str(config.data.heldout)
+            heldout = ranks.each(fitting, heldout, policy.tokenizer, config.data, console, source)
         order = PromptOrder(train, config.grpo.prompts_per_step, config.seed, config.data.shuffle)
 
         checkpoints = CheckpointStore(run.checkpoints, keep=config.checkpoint.keep)
         if resume:
-            done = go_back(run, checkpoints, policy, console, config.grpo.updates_per_step)
+            done = go_back(run, checkpoints, policy, console, config.grpo.updates_per_step, ranks)
         else:
             done = 0
-            run.begin()
+            ranks.once(run.begin)
         rollouts = TransformersRollout(policy, max_rows=config.rollout.max_rows)
-        with run, Progress(config.steps, done, console) as progress, stop_signals(console) as stopped:
-            trainer = Trainer(
-                config,
-                policy=policy,
-                rollouts=rollouts,
-                grader=grader,
-                order=order,
-                heldout=heldout,
-                run=run,
-                checkpoints=checkpoints,
-                progress=progress,
-                reference=reference,
-                should_stop=lambda: bool(stopped),
-            )
-            finished = trainer.train()
+        ranks.once(enter, stack, run)
+        progress = stack.enter_context(Progress(config.steps, done, console))
+        stopped = stack.enter_context(stop_signals(console))
+        trainer = Trainer(
+            config,
+            policy=policy,
+            rollouts=rollouts,
+            grader=grader,
+            order=order,
+            heldout=heldout,
+            run=run,
+            checkpoints=checkpoints,
+            progress=progress,
+            reference=reference,
+            should_stop=lambda: bool(stopped),
+            ranks=ranks,
+        )
+        finished = trainer.train()
     if not finished:
         raise Interrupted(folder)
     return folder
 
 
+def check_ranks(config: Config, world_size: int) -> None:
+    """ConfigError, before anything heavy is loaded, for what cannot run on `world_size` ranks."""
+    if world_size > config.grpo.prompts_per_step:
+        raise ConfigError(
+            f"grpo.prompts_per_step: {config.grpo.prompts_per_step} prompts a step for {world_size} ranks, but each "
+            "rank samples whole prompts and needs at least one"
+        )
+    if world_size > 1 and config.engine.effective_zero_stage == 3:
+        raise ConfigError(
+            f"engine.zero_stage: 3 on {world_size} ranks, but the rollouts are sampled by transformers from the "
+            "trainer's own weights, which stage 3 splits over ranks that finish at different times; use stage 2"
+        )
+
+
+def data_and_grader(config: Config) -> tuple[list[Example], list[Example], Grader]:
+    """Training prompts, held-out prompts and who judges the answers to them."""
+    train = load_examples(config.data.train)
+    heldout = load_examples(config.data.heldout) if config.data.heldout else []
+    return train, heldout, grader_for([*train, *heldout], judge=config.judge, plugin=config.grader)
+
+
+def enter(stack: ExitStack, context: AbstractContextManager[object]) -> None:
+    stack.enter_context(context)
+
+
 def go_back(
-    run: RunFolder, checkpoints: CheckpointStore, policy: PolicyEngine, console: Console, updates_per_step: int = 1
+    run: RunFolder,
+    checkpoints: CheckpointStore,
+    policy: PolicyEngine,
+    console: Console,
+    updates_per_step: int,
+    ranks: Ranks,
 ) -> int:
     """Policy and run folder both as they were when the last whole checkpoint was saved (or at the very start). Returns
     the steps done. ConfigError if the checkpoint's updates are not whole steps of `updates_per_step`.
     """
-    checkpoints.recover()
+    ranks.once(checkpoints.recover)
     found = checkpoints.load_latest(policy)
     step, rest = divmod(policy.step, updates_per_step)
     if rest:
@@ -161,22 +200,28 @@ def go_back(
             f"grpo.mini_batch_prompts: the checkpoint has {policy.step} optimizer updates, which are not whole steps "
             f"of {updates_per_step} updates; resume with the mini-batches the run was started with"
         )
-    run.truncate_after(step)
-    checkpoints.forget_best_after(step)
+    ranks.once(run.truncate_after, step)
+    ranks.once(checkpoints.forget_best_after, step)
     console.print(f"resuming {run.path} after step {step}" if found else f"{run.path}: no checkpoint yet")
     return step
 
 
+SAME_REQUEST = 2.0
+"""Seconds. A launcher passes Ctrl-C on to processes that the terminal has told already: that is one request."""
+
+
 @contextmanager
-def stop_signals(console: Console) -> Iterator[list[int]]:
+def stop_signals(console: Console) -> Iterator[list[float]]:
     """Ctrl-C or SIGTERM asks the run to save after this step (the list fills); a second one stops at once."""
-    received: list[int] = []
+    received: list[float] = []
 
     def on_signal(number: int, _: object) -> None:
-        if received:
+        now = time.monotonic()
+        if not received:
+            received.append(now)
+            console.print("stopping after this step and saving; once more to stop at once (the last checkpoint stands)")
+        elif now - received[0] > SAME_REQUEST:
             raise KeyboardInterrupt
-        received.append(number)
-        console.print("stopping after this step and saving; once more to stop at once (the last checkpoint stands)")
 
     previous = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
@@ -97,12 +97,15 @@ def training_metrics(stats: StepStats, sequences: int) -> dict[str, Value]:
     return {name: None if name in without or math.isnan(value) else value for name, value in values.items()}
 
 
-def judge_metrics(stats: JudgeStats | None) -> dict[str, Value]:
-    """What the judge has cost so far; nothing without a judge."""
-    if stats is None:
+def judge_metrics(stats: Sequence[JudgeStats]) -> dict[str, Value]:
+    """What the judges of all ranks have cost so far; nothing without a judge."""
+    if not stats:
         return {}
     counters = ("calls", "retries", "cache_hits", "prompt_tokens", "completion_tokens")
-    return {f"judge/{name}": getattr(stats, name) for name in counters} | {"judge/latency_p95_s": stats.latency(0.95)}
+    together = JudgeStats(latencies=deque(latency for s in stats for latency in s.latencies))
+    return {f"judge/{name}": sum(getattr(s, name) for s in stats) for name in counters} | {
+        "judge/latency_p95_s": together.latency(0.95)
+    }
 
 
 def criterion_failures(samples: Sequence[Sample]) -> list[dict[str, Any]]:

@@ -3,7 +3,8 @@
 A step: sample natural answers, grade them, show the policy the criteria it keeps missing and sample guided answers,
 keep those that beat the natural mean, and learn from both under the original prompts. Everything
 random derives from (seed, step, uid, index) and everything remembered is in the run folder, so a killed run resumes
-with the same numbers.
+with the same numbers. On several ranks each samples and grades its own prompts; everything after that is computed
+alike on all of them, from the gathered samples (ranks.py).
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from .graders.base import Grader
 from .phases import PhaseTimes
 from .plateau import smooth
 from .progress import Progress
+from .ranks import Ranks, in_order, whole_step
 from .run_folder import RunFolder
-from .samples import grade_rollouts
+from .samples import Sample, grade_rollouts
 from .schedule import GuidanceSchedule
 from .step_loss import build_step_loss
 from .step_metrics import criterion_failures, judge_metrics, mean, sample_metrics, training_metrics
@@ -60,11 +62,13 @@ class Trainer:
         progress: Progress,
         reference: Scorer | None = None,
         should_stop: Callable[[], bool] = lambda: False,
+        ranks: Ranks | None = None,
     ) -> None:
         self.config, self.policy, self.rollouts, self.grader = config, policy, rollouts, grader
         self.reference, self.order = reference, order
         self.heldout = list(heldout)[: config.evaluation.prompts]
         self.run, self.checkpoints, self.progress, self.should_stop = run, checkpoints, progress, should_stop
+        self.ranks = ranks or Ranks()
         self.times = PhaseTimes()
         self.sampler = StepSampler(
             config,
@@ -76,7 +80,7 @@ class Trainer:
         )
         guidance = config.guidance
         self.schedule = GuidanceSchedule(guidance.enabled, guidance.remove_at, guidance.plateau)
-        self.history: list[dict[str, Any]] = run.metrics()
+        self.history: list[dict[str, Any]] = self.ranks.once(run.metrics)
 
     @property
     def done(self) -> int:
@@ -107,7 +111,7 @@ class Trainer:
             if self._due(self.config.evaluation.every):
                 self.evaluate()
             self._log(metrics, started)
-            stopping = self.should_stop()
+            stopping = self.ranks.any(self.should_stop())
             if stopping or self._due(self.config.checkpoint.every):
                 self.save()
             if stopping:
@@ -117,7 +121,9 @@ class Trainer:
     def step(self, step: int) -> dict[str, Any]:
         """One step of Algorithm 1; `step` counts from 1."""
         guiding = self.schedule.active(step - 1, [line["gap/raw"] for line in self.history])
-        samples = self.sampler.sample(step, self.order.batch(step - 1), guiding=guiding)
+        prompts = self.order.batch(step - 1)
+        parts = self.ranks.gather(self.sampler.sample, step, self.ranks.mine(prompts), guiding=guiding)
+        samples = whole_step(parts, prompts)
         natural, guided = samples.natural, samples.guided
         coefficient = self.config.guidance.coefficient if guiding else 0.0
         loss = build_step_loss(
@@ -138,7 +144,7 @@ class Trainer:
                 sequence_cap=self.config.grpo.cap_of("sequence"),
             )
         self.sync()
-        self.run.write_rollouts(step, [sample.record() for sample in [*natural, *guided]])
+        self.ranks.once(self.run.write_rollouts, step, [sample.record() for sample in [*natural, *guided]])
         return {
             "step": step,
             "epoch": (step - 1) / self.order.steps_per_epoch,
@@ -171,13 +177,14 @@ class Trainer:
                 samples=self.config.evaluation.samples,
                 seed=self.config.seed,
                 progress=self.progress,
+                ranks=self.ranks,
             )
             record = {"step": self.done, **record}
-            best = self.checkpoints.best()
+            best = self.ranks.once(self.checkpoints.best)
             comparable = record["ungraded_samples"] <= UNGRADED_LIMIT * record["samples"]
             if comparable and (best is None or record["reward/mean"] > best["reward"]):
                 self.checkpoints.save_best(self.policy, {"step": record["step"], "reward": record["reward/mean"]})
-            self.run.log_eval(record)
+            self.ranks.once(self.run.log_eval, record)
         self.progress.evaluated(record)
 
     def save(self) -> None:
@@ -189,13 +196,14 @@ class Trainer:
         metrics["reward/natural_smoothed"] = smooth(previous.get("reward/natural_smoothed"), metrics["reward/natural"])
         if metrics["guidance/active"]:
             metrics["gap/smoothed"] = smooth(previous.get("gap/smoothed"), metrics["gap/raw"])
+        costs = self.ranks.gather(lambda: (peak_memory_gib(), getattr(self.grader, "judge_stats", None)))
         seconds = time.perf_counter() - started
         metrics.update({f"time/{phase}": spent for phase, spent in self.times.take().items()})
         metrics["time/step"] = seconds
         metrics["tokens_per_second"] = metrics["tokens/generated"] / seconds
-        metrics["memory/peak_gib"] = peak_memory_gib()
-        metrics.update(judge_metrics(getattr(self.grader, "judge_stats", None)))
-        self.run.log_metrics(metrics)
+        metrics["memory/peak_gib"] = max(memory for memory, _ in costs)
+        metrics.update(judge_metrics([stats for _, stats in costs if stats is not None]))
+        self.ranks.once(self.run.log_metrics, metrics)
         self.history.append(metrics)
         self.progress.stepped(metrics)
 
@@ -213,17 +221,27 @@ def evaluate(
     samples: int,
     seed: int,
     progress: Progress,
+    ranks: Ranks | None = None,
 ) -> dict[str, Any]:
-    """Mean held-out reward and per-criterion failures; the seeds are the same at every evaluation."""
-    owners = [e for e in examples for _ in range(samples)]
-    prompts = {e.uid: prompt_of(e) for e in examples}
-    requests = [
-        RolloutRequest(e.uid, i % samples, prompts[e.uid], derive_seed("evaluation", seed, e.uid, i % samples))
-        for i, e in enumerate(owners)
-    ]
-    with progress.counting("evaluate", len(requests)) as advance:
-        answers = rollouts.generate(requests, sampling, advance)
-    graded = grade_rollouts(grader, owners, answers)
+    """Mean held-out reward and per-criterion failures; the seeds are the same at every evaluation. Each rank answers
+    its own prompts, and the means are over all of them.
+    """
+    ranks = ranks or Ranks()
+
+    def answer(examples: Sequence[Example]) -> list[Sample]:
+        if not examples:
+            return []
+        owners = [e for e in examples for _ in range(samples)]
+        prompts = {e.uid: prompt_of(e) for e in examples}
+        requests = [
+            RolloutRequest(e.uid, i % samples, prompts[e.uid], derive_seed("evaluation", seed, e.uid, i % samples))
+            for i, e in enumerate(owners)
+        ]
+        with progress.counting("evaluate", len(requests)) as advance:
+            answers = rollouts.generate(requests, sampling, advance)
+        return grade_rollouts(grader, owners, answers)
+
+    graded = in_order((s for part in ranks.gather(answer, ranks.mine(examples)) for s in part), examples)
     return {
         "reward/mean": mean(s.reward for s in graded),
         "score/mean": mean(s.example.rubric.score(s.verdicts) for s in graded),

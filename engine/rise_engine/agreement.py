@@ -34,7 +34,7 @@ def gather(work: Callable[..., T], *args: Any, **kwargs: Any) -> list[T]:
     dist.all_gather_object(outcomes, (mine, None if error is None else portable(error)))
     for failed, (_, theirs) in enumerate(outcomes):
         if theirs is not None:
-            told = error if error is not None and failed == rank() else theirs
+            told: Any = error if failed == rank() else theirs
             told.failed_rank = failed
             raise told
     return [value for value, _ in outcomes]
