@@ -36,10 +36,11 @@ def update(
 ) -> StepStats:
     """Learns from a rollout batch: one optimizer update per mini-batch, in order. Collective.
 
-    mini_batches: the whole step's, the same on every rank; natural sequences carry neither old nor reference log-probs yet. Old ones: the first mini-batch is on
-    policy and its ratio exactly 1; for the others they are computed here, before any weight moves, by the head that
-    trains. reference: where the loss has a KL term. sequence_cap: importance correction of whole responses, truncated
-    there. Raises NonFiniteError before anything is updated in the mini-batch it happens in.
+    mini_batches: the whole step's, the same on every rank; natural sequences carry neither old nor reference log-probs
+    yet. Old ones: the first mini-batch is on policy and its ratio exactly 1; for the others they are computed here,
+    before any weight moves, by the head that trains. reference: where the loss has a KL term. sequence_cap: importance
+    correction of whole responses, truncated there. Raises NonFiniteError before anything is updated in the mini-batch
+    it happens in.
     """
     batches = [my_share([s for s in batch if can_matter(s, policy.loss)], policy) for batch in mini_batches]
     kept = math.nan
