@@ -1,4 +1,4 @@
-"""The typed configuration of a run: one YAML file plus key=value overrides, unknown keys refused.
+"""The typed configuration of a run: a YAML file, maybe on top of a `base`, plus overrides; unknown keys refused.
 
 Every key is described here once; docs/config.md is generated from it (`python -m rise_rl.config_docs`).
 """
@@ -247,22 +247,24 @@ class Config(Section):
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Reads a YAML file, applies `key.subkey=value` overrides and validates. Raises ConfigError."""
-    return _load(Config, Path(path), overrides)
+    """Reads a YAML file, applies `key.subkey=value` overrides and validates. Raises ConfigError.
+
+    A key `base: other.yaml` at the top, relative to the file, names one whose values hold where this file has none.
+    """
+    return load_as(Config, Path(path), overrides)
 
 
 def load_judge(path: str | Path | None, overrides: Sequence[str] = ()) -> JudgeConfig:
     """The judge alone, from a YAML file with the keys of the `judge` section, overrides, or both."""
-    return _load(JudgeConfig, None if path is None else Path(path), overrides)
+    return load_as(JudgeConfig, None if path is None else Path(path), overrides)
 
 
-def _load(model: type[Model], path: Path | None, overrides: Sequence[str]) -> Model:
-    if path is not None and not path.is_file():
-        raise ConfigError(f"{path}: no such configuration file")
+def load_as(model: type[Model], path: Path | None, overrides: Sequence[str]) -> Model:
+    """What `load_config` does, for any model of keys."""
     try:
-        given = OmegaConf.load(path) if path else OmegaConf.create()
+        layers = _layers(path) if path else []
         raw = OmegaConf.to_container(
-            OmegaConf.merge(given, OmegaConf.from_dotlist(_as_dotlist(overrides))), resolve=True
+            OmegaConf.merge(*reversed(layers), OmegaConf.from_dotlist(_as_dotlist(overrides))), resolve=True
         )
     except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not a readable configuration: {error}") from error
@@ -276,6 +278,27 @@ def _load(model: type[Model], path: Path | None, overrides: Sequence[str]) -> Mo
 def dump_config(config: Config) -> str:
     """The resolved configuration as YAML; `load_config` of it gives the same Config."""
     return OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json")))
+
+
+def _layers(path: Path) -> list[Any]:
+    """The file's values, then its base's, and so on."""
+    layers: list[Any] = []
+    seen: list[Path] = []
+    following: Path | None = path
+    while following is not None:
+        if not following.is_file():
+            named = f"{seen[-1]}: base: " if seen else ""
+            raise ConfigError(f"{named}{following}: no such configuration file")
+        if following.resolve() in seen:
+            raise ConfigError(f"{seen[-1]}: base: {following} is among the files that lead to it")
+        seen.append(following.resolve())
+        values = OmegaConf.to_container(OmegaConf.load(following))
+        if not isinstance(values, dict):
+            raise ConfigError(f"{following}: not a readable configuration: expected keys and values at the top")
+        base = values.pop("base", None)
+        layers.append(values)
+        following = following.parent / str(base) if base is not None else None
+    return layers
 
 
 def _as_dotlist(overrides: Sequence[str]) -> list[str]:

@@ -15,7 +15,8 @@ PAGE = Path(__file__).parents[1] / "docs" / "config.md"
 HEAD = """# Configuration
 
 One YAML file a run; any key can be overridden on the command line as `section.key=value`, and unknown keys are refused
-with the nearest valid name. This page is generated from the code by `python -m rise_rl.config_docs`.
+with the nearest valid name. `base: other.yaml` at the top of a file, relative to it, names a file whose values hold
+where this one has none. This page is generated from the code by `python -m rise_rl.config_docs`.
 """
 
 
