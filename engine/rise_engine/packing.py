@@ -135,14 +135,16 @@ def _shared_prompt(
         ids += chunk.prompt_ids
         stop = len(ids)
         positions += range(stop - start)
-        spans.append(Span(start, stop))
+        # A prompt with one response is one causal span: no mask, and half the scores are never computed.
+        alone = len(chunk.members) == 1
+        spans.append(Span(start, stop + len(sequences[chunk.members[0]].response_ids) - 1 if alone else stop))
         for i in chunk.members:
             response = sequences[i].response_ids
             # The last token of a response predicts nothing that is trained on, so it need not be computed.
             begin, end = len(ids), len(ids) + len(response) - 1
             ids += response[:-1]
             positions += range(stop - start, stop - start + end - begin)
-            if end > begin:
+            if end > begin and not alone:
                 spans.append(Span(begin, end, start, stop))
             rows += [stop - 1, *range(begin, end)]
             target += response

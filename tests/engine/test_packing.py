@@ -54,6 +54,16 @@ def test_a_prompt_shared_by_eight_responses_is_computed_once():
     assert batch.tokens == 50 + 8 * 9  # the last token of a response predicts nothing
 
 
+def test_a_prompt_with_one_response_needs_no_mask():
+    """A mask of an 8192-token response is 64 MiB, in float32 four times that, and hides half of what it computes."""
+    sequences = [Tokens((7, 8, 9), (1, 2, 3, 4)), Tokens((5,), (1, 2))]
+    batch = build(
+        sequences, plan(sequences, 100, "shared_prompt")[0], "shared_prompt", pad_id=0, device=torch.device("cpu")
+    )
+    assert batch.layout is not None
+    assert [(b.queries, b.keys, b.mask) for b in batch.layout.batches] == [(6, 6, None), (2, 2, None)]
+
+
 def test_layout_attends_like_the_written_out_mask():
     """Against softmax attention under a mask built token by token from the definition."""
     torch.manual_seed(0)
