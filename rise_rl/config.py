@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from yaml import YAMLError
 
 from rise_engine.config import EngineConfig
+from rise_engine.rollout.vllm_config import VllmConfig
 from rise_kernels.token_losses import GuideKind, KlEstimator
 
 from .errors import RiseError
@@ -154,6 +155,19 @@ class ScaffoldConfig(Section):
 
 
 class RolloutConfig(Section):
+    engine: Literal["auto", "vllm", "transformers"] = Field(
+        "auto",
+        description="Who samples. auto: vLLM where it is installed and serves the model, else transformers; the run "
+        "says which and why.",
+    )
+    schedule: Literal["lockstep", "overlapped"] = Field(
+        "lockstep",
+        description="lockstep: all natural answers, all grades, all guided answers; repeatable. overlapped: groups are "
+        "graded and their guided answers begun while others are still being sampled; seeds are the same, but other "
+        "company in a batch rounds otherwise, so tokens may differ from run to run. A grader of your own is then "
+        "called from several threads at once.",
+    )
+    vllm: VllmConfig = Field(default_factory=VllmConfig, description="How vLLM shares the machine with the trainer.")
     max_new_tokens: Positive = Field(8192, description="Longest response, in tokens.")
     temperature: float = Field(1.0, gt=0, description="Sampling temperature; log-probs in training use the same.")
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; below 1 needs subset_sampling.")
@@ -163,7 +177,7 @@ class RolloutConfig(Section):
         description="Allow top_p < 1 and top_k > 0 (RuscaRL's recipe): answers then come from a part of the "
         "distribution, while the log-probs in training stay those of the whole one.",
     )
-    max_rows: Positive = Field(64, description="Answers decoded together by the transformers engine.")
+    max_rows: Positive = Field(64, description="Answers decoded together, on each rank.")
     parity_tolerance: float | None = Field(
         None,
         gt=0,

@@ -15,7 +15,6 @@ from rise_engine.checkpoint import CheckpointStore
 from rise_engine.policy import PolicyEngine
 from rise_engine.prompts import render_prompt
 from rise_engine.reference import reference_of
-from rise_engine.rollout.transformers import TransformersRollout
 
 from .batches import PromptOrder
 from .config import Config, ConfigError, DataConfig
@@ -29,6 +28,7 @@ from .graders.routing import RoutingGrader
 from .graders.rule import RuleGrader
 from .progress import Progress
 from .ranks import Ranks
+from .rollout_choice import choose, make_rollouts
 from .run_folder import RunFolder
 from .step_loss import loss_spec
 from .trainer import Trainer
@@ -132,7 +132,11 @@ def run_training(config: Config, *, resume: bool = False, console: Console | Non
         else:
             done = 0
             ranks.once(run.begin)
-        rollouts = TransformersRollout(policy, max_rows=config.rollout.max_rows)
+        choice = ranks.each(choose, config, policy)
+        console.print(str(choice), highlight=False)
+        ranks.once(run.note, rollouts={"engine": choice.engine, "reason": choice.reason})
+        with blaming("rollout"):
+            rollouts = make_rollouts(choice, config, policy)
         ranks.once(enter, stack, run)
         progress = stack.enter_context(Progress(config.steps, done, console))
         stopped = stack.enter_context(stop_signals(console))
@@ -163,7 +167,7 @@ def check_ranks(config: Config, world_size: int) -> None:
             f"grpo.prompts_per_step: {config.grpo.prompts_per_step} prompts a step for {world_size} ranks, but each "
             "rank samples whole prompts and needs at least one"
         )
-    if world_size > 1 and config.engine.effective_zero_stage == 3:
+    if world_size > 1 and config.engine.effective_zero_stage == 3 and config.rollout.engine == "transformers":
         raise ConfigError(
             f"engine.zero_stage: 3 on {world_size} ranks, but the rollouts are sampled by transformers from the "
             "trainer's own weights, which stage 3 splits over ranks that finish at different times; use stage 2"

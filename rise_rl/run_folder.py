@@ -237,6 +237,10 @@ class RunFolder:
         """config.yaml as plain values, readable whatever version wrote it."""
         return self._parsed("config.yaml", yaml.safe_load, yaml.YAMLError)
 
+    def note(self, **facts: Any) -> None:
+        """Adds to the manifest what was found out after the run had begun."""
+        self._write_manifest(self.manifest() | facts)
+
     def manifest(self) -> dict[str, Any]:
         return self._parsed("manifest.json", json.loads, json.JSONDecodeError)
 

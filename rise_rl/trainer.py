@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rise_engine.checkpoint import CheckpointStore
+from rise_engine.errors import EngineError
 from rise_engine.memory import peak_memory_gib
 from rise_engine.parity import parity_probe
 from rise_engine.policy import PolicyEngine
@@ -95,7 +96,7 @@ class Trainer:
         """
         try:
             return self._train()
-        except RiseError:
+        except (RiseError, EngineError):
             if self.history and self.history[-1]["step"] == self.done:
                 self.save()
             raise
@@ -135,6 +136,7 @@ class Trainer:
             grpo=self.config.grpo,
             guidance=self.config.guidance,
         )
+        self.rollouts.release()
         with self.times("train"):
             stats = update(
                 self.policy,
@@ -229,8 +231,6 @@ def evaluate(
     ranks = ranks or Ranks()
 
     def answer(examples: Sequence[Example]) -> list[Sample]:
-        if not examples:
-            return []
         owners = [e for e in examples for _ in range(samples)]
         prompts = {e.uid: prompt_of(e) for e in examples}
         requests = [
@@ -238,8 +238,8 @@ def evaluate(
             for i, e in enumerate(owners)
         ]
         with progress.counting("evaluate", len(requests)) as advance:
-            answers = rollouts.generate(requests, sampling, advance)
-        return grade_rollouts(grader, owners, answers)
+            answers = rollouts.generate(requests, sampling, advance)  # also without any: it may be collective
+        return grade_rollouts(grader, owners, answers) if answers else []
 
     graded = in_order((s for part in ranks.gather(answer, ranks.mine(examples)) for s in part), examples)
     return {

@@ -100,8 +100,8 @@ def load_weights(worker: Any, weights: Iterator[tuple[str, Tensor]]) -> None:
 
 
 def refresh_tied_head(worker: Any) -> None:
-    """On a CPU vLLM multiplies by a packed copy of the head's weight. Loading the head renews it, but the loaders of some
-    models skip a tied head, whose copy would then stay as it was.
+    """On a CPU vLLM multiplies by a packed copy of the head's weight. Loading the head renews it, but the loaders of
+    some models skip a tied head, whose copy would then stay as it was.
     """
     head = getattr(worker.model_runner.get_model(), "lm_head", None)
     if head is not None and hasattr(head, "cpu_linear"):

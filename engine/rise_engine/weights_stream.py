@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from .lora import merged
+
 if TYPE_CHECKING:
     from .frozen import FrozenPolicy
     from .policy import PolicyEngine
@@ -16,14 +18,19 @@ BUCKET_BYTES = 512 << 20
 """Gathered at once under ZeRO-3: large enough for few collectives, small beside any model that needs ZeRO-3."""
 
 
-@torch.no_grad()
 def named_weights(policy: PolicyEngine | FrozenPolicy) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole tensor) of every parameter, in the order of the layers; a tied head comes under its own name too.
+    """(name, whole tensor) of every parameter, in the order of the layers. A tied head comes under its own name too;
+    adapters come merged into the weights that they adapt.
 
     Under ZeRO-3 this is a collective: every rank walks it to its end, and what it gets are copies. Otherwise the
     tensors are the parameters themselves: read them before the next optimizer step.
     """
-    for bucket in buckets(list(policy.model.named_parameters(remove_duplicate=False)), BUCKET_BYTES):
+    return merged(policy.model, gathered(policy.model))
+
+
+@torch.no_grad()
+def gathered(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for bucket in buckets(list(model.named_parameters(remove_duplicate=False)), BUCKET_BYTES):
         if any(hasattr(parameter, "ds_id") for _, parameter in bucket):
             from deepspeed.zero import GatheredParameters
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -52,10 +53,29 @@ class Rollout:
     weight_version: int
 
 
+class RolloutStream(Protocol):
+    """Requests under way, to which more may be added."""
+
+    @property
+    def pending(self) -> int:
+        """How many have no answer yet."""
+
+    def add(self, requests: Sequence[RolloutRequest]) -> list[int]:
+        """Begins them; returns a ticket for each, by which `advance` names its answer."""
+
+    def advance(self) -> list[tuple[int, Rollout]]:
+        """Works for a while; returns what has finished, which may be nothing."""
+
+
 class RolloutEngine(Protocol):
-    """`sync(version)` takes the trainer's current weights; generating before the first sync is an error."""
+    """`sync(version)` takes the trainer's current weights; generating before the first sync is an error.
+
+    `release` gives what the engine holds of a GPU back to the trainer, until the next sync.
+    """
 
     def sync(self, version: int) -> None: ...
+
+    def release(self) -> None: ...
 
     def generate(
         self,
@@ -64,3 +84,6 @@ class RolloutEngine(Protocol):
         progress: Callable[[int], None] | None = None,
     ) -> list[Rollout]:
         """In the order of the requests; `progress` is told how many have finished."""
+
+    def stream(self, sampling: Sampling) -> AbstractContextManager[RolloutStream]:
+        """Answers as they finish. What has none on leaving is dropped."""

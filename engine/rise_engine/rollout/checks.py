@@ -42,8 +42,8 @@ def check_requests(requests: Sequence[RolloutRequest], sampling: Sampling, conte
             )
 
 
-def check_full_distribution(sampling: Sampling) -> None:
-    if sampling.top_p < 1 or sampling.top_k > 0:
+def check_subset(sampling: Sampling) -> None:
+    if (sampling.top_p < 1 or sampling.top_k > 0) and not sampling.subset:
         raise RequestError(
             f"sampling: top_p {sampling.top_p}, top_k {sampling.top_k}: only the full distribution is sampled "
             "from, as log-probs would otherwise be renormalised over a subset that the trainer does not know"

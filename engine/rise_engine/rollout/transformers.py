@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from ..frozen import FrozenPolicy
 from ..policy import PolicyEngine
 from .base import Rollout, RolloutRequest, Sampling
+from .checks import check_requests, check_subset, check_version
 from .decode import Answer, decode
 
 
@@ -31,6 +34,9 @@ class TransformersRollout:
     def sync(self, version: int) -> None:
         """The weights are shared, so this only stamps them."""
         self.version = version
+
+    def release(self) -> None:
+        """Nothing is held that the trainer could use."""
 
     def generate(
         self,
@@ -69,6 +75,11 @@ class TransformersRollout:
                 answers[i] = answer
         return [self._rollout(r, a, version) for r, a in zip(requests, answers) if a is not None]
 
+    @contextmanager
+    def stream(self, sampling: Sampling) -> Iterator[BatchStream]:
+        """Answers by whole batches of max_rows requests, in the order of the requests."""
+        yield BatchStream(self, sampling)
+
     def _rollout(self, request: RolloutRequest, answer: Answer, version: int) -> Rollout:
         return Rollout(
             uid=request.uid,
@@ -82,28 +93,30 @@ class TransformersRollout:
         )
 
     def _check(self, requests: Sequence[RolloutRequest], sampling: Sampling) -> int:
-        if self.version is None:
-            raise RuntimeError("rollouts: generate() before the first sync(); the engine has no weights yet")
-        if self.version != self.policy.step:
-            raise RuntimeError(
-                f"rollouts: synced at step {self.version}, but the policy is at {self.policy.step}; call sync() first"
-            )
-        if (sampling.top_p < 1 or sampling.top_k > 0) and not sampling.subset:
-            raise ValueError(
-                f"sampling: top_p {sampling.top_p}, top_k {sampling.top_k}: only the full distribution is sampled "
-                "from, as log-probs would otherwise be renormalised over a subset that the trainer does not know"
-            )
-        if sampling.temperature < 0:
-            raise ValueError(f"sampling: temperature must be >= 0, found {sampling.temperature}")
-        if sampling.max_new_tokens < 1:
-            raise ValueError(f"sampling: max_new_tokens must be >= 1, found {sampling.max_new_tokens}")
-        for request in requests:
-            needed = len(request.prompt_ids) + sampling.max_new_tokens
-            if not request.prompt_ids:
-                raise ValueError(f"request {request.uid!r}: the prompt is empty")
-            if needed > self.policy.context_length:
-                raise ValueError(
-                    f"request {request.uid!r}: a prompt of {len(request.prompt_ids)} tokens and max_new_tokens "
-                    f"{sampling.max_new_tokens} need {needed} tokens; the context is {self.policy.context_length}"
-                )
-        return self.version
+        check_subset(sampling)
+        check_requests(requests, sampling, self.policy.context_length)
+        return check_version(self.version, self.policy.step)
+
+
+class BatchStream:
+    """A RolloutStream over `generate`: one batch at a time, so that the one before it can be graded meanwhile."""
+
+    def __init__(self, rollouts: TransformersRollout, sampling: Sampling) -> None:
+        self.rollouts, self.sampling = rollouts, sampling
+        self.waiting: deque[tuple[int, RolloutRequest]] = deque()
+        self.count = 0
+
+    @property
+    def pending(self) -> int:
+        return len(self.waiting)
+
+    def add(self, requests: Sequence[RolloutRequest]) -> list[int]:
+        tickets = list(range(self.count, self.count + len(requests)))
+        self.count += len(requests)
+        self.waiting.extend(zip(tickets, requests))
+        return tickets
+
+    def advance(self) -> list[tuple[int, Rollout]]:
+        batch = [self.waiting.popleft() for _ in range(min(self.rollouts.max_rows, self.pending))]
+        answers = self.rollouts.generate([request for _, request in batch], self.sampling)
+        return [(ticket, answer) for (ticket, _), answer in zip(batch, answers)]

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from ..policy import PolicyEngine
 from ..weight_sync import SyncReport, WeightSync, offload_optimizer
 from .base import Rollout, RolloutRequest, Sampling
-from .checks import RolloutError, check_full_distribution, check_requests, check_version
+from .checks import RolloutError, check_requests, check_subset, check_version
+from .tempering import Tempering
 from .vllm_config import VllmConfig
 from .vllm_start import start
 
@@ -24,8 +25,9 @@ class VllmRollout:
     """A RolloutEngine on a copy of the policy's weights that `sync` renews.
 
     context_length: tokens of the longest prompt, its hint and the longest answer together. max_rows: answers decoded
-    together. last_sync: what the latest sync took. Collective in construction and `sync`; `generate` is too where
-    tensor_parallel_size is above 1. Raises ValueError where vLLM cannot serve the model.
+    together. subset: whether top-p and top-k will be asked for. last_sync: what the latest sync took. Collective in
+    construction and `sync`; `generate` is too where tensor_parallel_size is above 1. Raises ValueError where vLLM
+    cannot serve the model.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class VllmRollout:
         *,
         context_length: int,
         max_rows: int = 64,
+        subset: bool = False,
         config: VllmConfig | None = None,
     ) -> None:
         config = config or VllmConfig()
@@ -44,7 +47,8 @@ class VllmRollout:
         if policy.device.type == "cuda" and config.sleep:
             offload_optimizer(policy)
         self.peers = _peers(config.tensor_parallel_size)
-        self.llm = start(policy, context_length=self.context_length, max_rows=max_rows, config=config)
+        self.llm = start(policy, context_length=self.context_length, max_rows=max_rows, subset=subset, config=config)
+        self.tempering: Tempering | None = self.llm.collective_rpc(Tempering)[0] if subset else None
         self.weights = WeightSync(self.llm, policy, sleep_level=config.sleep)
         self.last_sync: SyncReport | None = None
 
@@ -79,8 +83,12 @@ class VllmRollout:
     @contextmanager
     def stream(self, sampling: Sampling) -> Iterator[VllmStream]:
         """Requests under way, to which more may be added. What is unfinished on leaving is dropped."""
-        check_full_distribution(sampling)
+        check_subset(sampling)
+        if self.tempering is None and sampling.subset:
+            raise ValueError("sampling.subset: this engine was started without subset=True")
         version = check_version(self.weights.version, self.policy.step)
+        if self.tempering is not None:
+            self.tempering.temperature = sampling.temperature
         self.weights.reset_cache()
         stream = VllmStream(self, sampling, version)
         try:
@@ -118,11 +126,14 @@ class VllmStream:
         from vllm.sampling_params import RequestOutputKind
 
         check_requests(requests, self.sampling, self.rollouts.context_length)
+        temperature = self.sampling.temperature
         tickets = []
         for request in requests:
             ticket, self.count = self.count, self.count + 1
             parameters = SamplingParams(
-                temperature=self.sampling.temperature,
+                temperature=1.0 if self.rollouts.tempering and temperature > 0 else temperature,
+                top_p=self.sampling.top_p,
+                top_k=self.sampling.top_k,
                 seed=request.seed,
                 max_tokens=self.sampling.max_new_tokens,
                 stop_token_ids=list(self.rollouts.policy.stop_ids),

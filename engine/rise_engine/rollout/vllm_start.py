@@ -37,28 +37,61 @@ SETTINGS = {
 }
 
 
-def installed() -> bool:
-    return importlib.util.find_spec("vllm") is not None
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""What vLLM's attention on a CPU is compiled for. Known here, so that a model it cannot serve costs no import."""
 
 
-def start(policy: PolicyEngine | FrozenPolicy, *, context_length: int, max_rows: int, config: VllmConfig) -> LLM:
+def why_not(policy: PolicyEngine | FrozenPolicy) -> str | None:
+    """What keeps vLLM from serving the policy's model on this machine; None if nothing does."""
+    if importlib.util.find_spec("vllm") is None:
+        return "vLLM is not installed"
+    width = head_dim(policy)
+    if policy.device.type == "cpu" and width not in CPU_HEAD_DIMS:
+        return f"vLLM on a CPU has no attention for the model's head_dim {width} (it has {CPU_HEAD_DIMS})"
+    try:
+        with imported() as vllm:
+            supported = vllm.ModelRegistry.get_supported_archs()
+    except ImportError as error:
+        return f"vLLM cannot be imported ({error})"
+    named = policy.model.config.architectures or [type(policy.model).__name__]
+    if not set(named) & set(supported):
+        return f"vLLM has no model of the kind {', '.join(named)}"
+    return None
+
+
+def version() -> str:
+    with imported() as vllm:
+        return vllm.__version__
+
+
+@contextmanager
+def imported() -> Iterator[Any]:
+    """The vllm package, quiet and with this process left as it was."""
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
+    with undisturbed(), silenced(), quiet():
+        import vllm
+
+        yield vllm
+
+
+def start(
+    policy: PolicyEngine | FrozenPolicy, *, context_length: int, max_rows: int, subset: bool, config: VllmConfig
+) -> LLM:
     """A vLLM engine for the policy's model with weights made up: nothing of it is true before the first sync, so that a
     tensor that a sync does not reach cannot be right by luck.
 
     Collective: all ranks start together. Seconds on a CPU, a minute or more on a GPU (kernels, CUDA graphs).
     """
-    for name, value in SETTINGS.items():
-        os.environ.setdefault(name, value)
-    with undisturbed(), silenced(), quiet():
-        from vllm import LLM
-
-        return LLM(**arguments(policy, context_length=context_length, max_rows=max_rows, config=config))
+    settings = arguments(policy, context_length=context_length, max_rows=max_rows, subset=subset, config=config)
+    with imported() as vllm:
+        return vllm.LLM(**settings)
 
 
 def arguments(
-    policy: PolicyEngine | FrozenPolicy, *, context_length: int, max_rows: int, config: VllmConfig
+    policy: PolicyEngine | FrozenPolicy, *, context_length: int, max_rows: int, subset: bool, config: VllmConfig
 ) -> dict[str, Any]:
-    """What vLLM is started with."""
+    """What vLLM is started with. subset: log-probs before top-p and top-k (tempering.py then adds the temperature)."""
     on_gpu = policy.device.type == "cuda"
     chosen: dict[str, Any] = {
         "model": policy.model.name_or_path,
@@ -69,7 +102,7 @@ def arguments(
         "max_model_len": context_length,
         "max_num_seqs": max_rows,
         "enable_prefix_caching": True,
-        "logprobs_mode": "processed_logprobs",
+        "logprobs_mode": "raw_logprobs" if subset else "processed_logprobs",
         "tensor_parallel_size": config.tensor_parallel_size,
         "seed": 0,  # every request brings its own
     }
@@ -87,9 +120,13 @@ def cache_bytes(policy: PolicyEngine | FrozenPolicy, context_length: int, max_ro
     """Keys and values of `max_rows` answers of full length, none of them shared."""
     shape = policy.model.config.get_text_config()
     heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
-    width = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
     tokens = (max_rows + 1) * -(-context_length // CPU_BLOCK) * CPU_BLOCK
-    return 2 * shape.num_hidden_layers * heads * width * policy.model.dtype.itemsize * tokens
+    return 2 * shape.num_hidden_layers * heads * head_dim(policy) * policy.model.dtype.itemsize * tokens
+
+
+def head_dim(policy: PolicyEngine | FrozenPolicy) -> int:
+    shape = policy.model.config.get_text_config()
+    return int(getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads)
 
 
 @contextmanager
