@@ -57,6 +57,13 @@ def failed_rank(error: BaseException) -> int | None:
     return getattr(error, "failed_rank", None)
 
 
+def instead(error: BaseException, better: T) -> T:
+    """`better`, to be raised in place of `error`: known to all ranks if that one was."""
+    if failed_rank(error) is not None:
+        better.failed_rank = failed_rank(error)  # type: ignore[attr-defined]
+    return better
+
+
 def portable(error: Exception) -> Exception:
     """An error of the same type and message that can be sent, or of the nearest base type of which that is true."""
     for kind in type(error).__mro__:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from safetensors import SafetensorError
 
-from .files import ASIDE, new_folder, recover
+from . import agreement
+from .files import new_folder, recover
 from .policy import PolicyEngine
 from .state import CheckpointError, read_index, write_model
 
@@ -34,8 +34,7 @@ class CheckpointStore:
 
     def recover(self) -> None:
         """Cleans up after a process that died while saving. For the one process that writes here, before it does."""
-        if _is_first():
-            recover(self.folder)
+        recover(self.folder)
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint, ascending."""
@@ -52,8 +51,10 @@ class CheckpointStore:
         return self.path(steps[-1]) if steps else None
 
     def load_latest(self, policy: PolicyEngine) -> bool:
-        """False if there is none. A damaged one raises CheckpointError: whether to fall back is the user's choice."""
-        latest = self.latest()
+        """Collective. False if there is none. A damaged one raises CheckpointError: whether to fall back is the user's
+        choice.
+        """
+        latest = agreement.once(self.latest)
         if latest is None:
             return False
         policy.load(latest)
@@ -62,29 +63,32 @@ class CheckpointStore:
     def save(self, policy: PolicyEngine) -> Path:
         """Collective. A step that has a whole checkpoint already is not saved again. Raises CheckpointError."""
         target = self.path(policy.step)
-        if target.exists():
-            read_index(target)
+        if agreement.once(target.exists):
+            agreement.once(read_index, target)
             return target
-        with _saving(target, self.latest()) as aside:
-            policy.save(aside)
-        if _is_first():
-            for step in self.steps()[: -self.keep]:
-                shutil.rmtree(self.path(step), ignore_errors=True)
+        _save(target, self.latest, policy.save)
+        agreement.once(self._retire)
         return target
+
+    def _retire(self) -> None:
+        for step in self.steps()[: -self.keep]:
+            shutil.rmtree(self.path(step), ignore_errors=True)
 
     def save_best(self, policy: PolicyEngine, record: Mapping[str, Any]) -> Path:
         """Collective. Replaces the best model; `record` says why it is the best."""
         target = self.folder / "best"
-        with _saving(target, target if target.exists() else None) as aside:
-            write_model(policy, aside)
-            if _is_first():
-                (aside / "best.json").write_text(json.dumps(dict(record), indent=1))
+
+        def write(folder: Path) -> None:
+            write_model(policy, folder)
+            agreement.once((folder / "best.json").write_text, json.dumps(dict(record), indent=1))
+
+        _save(target, lambda: target if target.exists() else None, write)
         return target
 
     def forget_best_after(self, step: int) -> None:
         """Removes a best model that a resumed run has not reached yet: it will come again, or a better one will."""
         best = self.best()
-        if _is_first() and best is not None and best["step"] > step:
+        if best is not None and best["step"] > step:
             shutil.rmtree(self.folder / "best")
 
     def best(self) -> dict[str, Any] | None:
@@ -92,21 +96,16 @@ class CheckpointStore:
         return json.loads(path.read_text()) if path.exists() else None
 
 
-@contextmanager
-def _saving(target: Path, standing: Path | None) -> Iterator[Path]:
-    """`new_folder` for all ranks together; `standing` is what a failure leaves to go on from."""
-    aside = target.with_name(ASIDE + target.name)
-    made: AbstractContextManager[Path] = new_folder(target) if _is_first() else nullcontext(aside)
+def _save(target: Path, standing: Callable[[], Path | None], write: Callable[[Path], None]) -> None:
+    """`write`, which is collective, into a folder that takes `target`'s place once every rank is done. Any rank's
+    failure is every rank's, and leaves what was `standing`.
+    """
     try:
-        with made:
-            dist.barrier()  # the folder is there
-            yield aside
-            dist.barrier()  # everybody has written
+        with ExitStack() as stack:
+            aside = agreement.once(lambda: stack.enter_context(new_folder(target)))
+            write(aside)
+            agreement.once(stack.close)
     except (OSError, RuntimeError, SafetensorError) as error:
-        left = f"{standing} is intact" if standing else "nothing was saved before it"
-        raise CheckpointError(f"{target}: could not be saved: {error}; {left}") from error
-    dist.barrier()
-
-
-def _is_first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
+        stands = standing()
+        left = f"{stands} is intact" if stands else "nothing was saved before it"
+        raise agreement.instead(error, CheckpointError(f"{target}: could not be saved: {error}; {left}")) from error

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[2]
 VARYING = ("time/", "tokens_per_second", "memory/")
@@ -38,8 +39,8 @@ def numbers(run: Path, file: str) -> list[dict]:
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
     [last] = sorted((run / "checkpoints").glob("step-*"))[-1:]
-    state = torch.load(last / "deepspeed" / "mp_rank_00_model_states.pt", weights_only=False)
-    return state["module"]
+    [file] = last.glob("*.safetensors")
+    return load_file(file)
 
 
 @pytest.mark.slow
