@@ -56,8 +56,8 @@ def apply_rise_head(model: PreTrainedModel) -> PreTrainedModel:
     """Makes `model` (of a PEFT model, its base) compute losses as above, in place, and returns it.
 
     No parameter, module or name changes. Raises ValueError, before anything is changed, where losses would be wrong: a
-    head that is not a plain nn.Linear (an adapter on it, quantised), a loss of the model's own, logits that are anything
-    but the head's output and `final_logit_softcapping`. The last is seen by running the model on eight tokens, so its
+    head that is not a plain nn.Linear (an adapter on it, quantised), a loss of the model's own, logits that are not
+    the head's output under `final_logit_softcapping`. The last is seen by running the model on eight tokens, so its
     weights must be there: neither on the meta device nor partitioned by DeepSpeed's ZeRO-3.
     """
     model = _base(model)
@@ -183,10 +183,11 @@ def _forward(
             "the head is not supported, and a resized head needs apply_rise_head again"
         )
     hidden = _hidden_states(self, args, kwargs)
-    if shift_labels is None:
+    if labels is not None and shift_labels is None:
         hidden, target = hidden[:, :-1], labels[:, 1:]
     else:
         target = shift_labels
+    assert target is not None
     shape, target = target.shape, target.reshape(-1).to(hidden.device)
 
     def score(rows: Tensor, weight: Tensor, **head: Any) -> Any:

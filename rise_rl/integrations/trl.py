@@ -2,16 +2,17 @@
 
     from rise_rl.integrations.trl import RiseGRPOTrainer as GRPOTrainer
 
-or, for a subclass of one's own, `class MyTrainer(RiseGRPOMixin, MyGRPOTrainer)`. Data, generation, rewards, advantages,
-metrics and the loss's value stay TRL's: its own code runs on the log-probs. Its gradients are formed in the head's forward
-pass, in 6 N V D FLOPs instead of the 8 of a log-prob function with a loss around it, and every training micro-batch
-compares them with the derivative of TRL's own loss by each log-prob, so that a difference (another version of TRL, a
-subclass with another loss) is an error, not a quietly different training.
+or, for a subclass of one's own, `class MyTrainer(RiseGRPOMixin, MyGRPOTrainer)`. Data, generation, rewards,
+advantages, metrics and the loss's value stay TRL's: its own code runs on the log-probs. The gradients are formed in the
+head's forward pass, in 6 N V D FLOPs instead of the 8 of a log-prob function with a loss around it. In every training
+micro-batch they are compared with the derivative of TRL's own loss by each log-prob, so that a difference (another
+version of TRL, a subclass with another loss) is an error and not a quietly different training.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial, wraps
 from types import MethodType
 from typing import Any
@@ -29,7 +30,7 @@ from .transformers import apply_rise_head, with_value
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 LOSS_TYPES = (*CLIPPED, "cispo")
-"""Losses that are a sum over tokens of a function of the token's own log-prob, at `importance_sampling_level="token"`."""
+"""At `importance_sampling_level="token"`: sums over tokens of a function of the token's own log-prob."""
 
 
 class RiseGRPOMixin:
@@ -63,7 +64,8 @@ def unsupported(trainer: Any) -> list[str]:
     args = trainer.args
     high = 1 + trainer.epsilon_high
     refusals = {
-        f"loss_type={trainer.loss_type!r}: expected one of {', '.join(LOSS_TYPES)}": trainer.loss_type not in LOSS_TYPES,
+        f"loss_type={trainer.loss_type!r}: expected one of {', '.join(LOSS_TYPES)}": trainer.loss_type
+        not in LOSS_TYPES,
         f"importance_sampling_level={trainer.importance_sampling_level!r}: a sequence's ratio needs all of its tokens "
         "before the loss of any; expected 'token'": trainer.importance_sampling_level != "token",
         "off_policy_mask_threshold: it needs all tokens of a sequence before the loss of any; expected None": (
@@ -131,7 +133,7 @@ def token_weights(trainer: Any, mask: Tensor, num_items_in_batch: Tensor) -> Ten
 
 
 class _PolicyHead:
-    """Stands where TRL's loss calls its model: forms the policy loss inside that call and hands TRL detached log-probs."""
+    """Stands where TRL's loss calls its model: forms the policy loss in that call and returns detached log-probs."""
 
     result: PolicyLoss
     log_probs: Tensor
@@ -140,11 +142,13 @@ class _PolicyHead:
         self.trainer, self.model = trainer, model
         mask = inputs["completion_mask"]
         self.mask = mask if "tool_mask" not in inputs else mask * inputs["tool_mask"]
-        # Rows outside the mask are not computed: their log-prob is 0, and a ratio to another value could overflow.
+        # Rows outside the mask are not computed: their log-prob is 0, whose ratio to another value could overflow.
         given = {name: inputs.get(name) for name in ("old_per_token_logps", "ref_per_token_logps")}
         given = {name: torch.where(self.mask.bool(), x, 0.0) for name, x in given.items() if x is not None}
         self.inputs = {**inputs, **given}
         self.spec = loss_spec(trainer)
+        if "old_per_token_logps" not in given:
+            self.spec = replace(self.spec, is_cap=None)  # nothing to cap: the ratio is 1
 
     def __call__(self, **kwargs: Any) -> FusedCausalLMOutput:
         output = self.model(**kwargs, rise=self._loss)
@@ -153,11 +157,15 @@ class _PolicyHead:
 
     def _loss(self, hidden: Tensor, weight: Tensor, target: Tensor, **head: Any) -> PolicyLoss:
         trainer, spec = self.trainer, self.spec
-        entropy = entropy_mask = None
+        entropy: Tensor | None = None
+        entropy_mask: Tensor | None = None
         if trainer.top_entropy_quantile < 1.0:
             with torch.no_grad():
-                stats = linear_logprob(hidden, weight, target, temperature=trainer.temperature, with_entropy=True, **head)
+                stats = linear_logprob(
+                    hidden, weight, target, temperature=trainer.temperature, with_entropy=True, **head
+                )
             entropy = stats.entropy
+            assert entropy is not None
             tail = entropy.view(len(self.mask), -1)[:, -self.mask.shape[1] :]
             entropy_mask = trainer.get_high_entropy_mask(tail, self.mask, 1 - trainer.top_entropy_quantile)
         self.rows = self._rows(target, entropy_mask)
@@ -218,7 +226,7 @@ class _PolicyHead:
 
     @torch.no_grad()
     def check(self, theirs: Tensor) -> None:
-        """RuntimeError unless `theirs` [B, T - 1], the derivative of TRL's own loss by each log-prob, is this loss's."""
+        """RuntimeError unless `theirs` [B, T - 1], the derivative of TRL's loss by each log-prob, is this loss's."""
         logprob, rows = self.log_probs.flatten(), self.rows
         ours = rows.token_weight * token_losses(logprob, rows, self.spec).dloss
         # Beyond e^20 the kernels hold a ratio, as verl does and TRL does not.
@@ -229,13 +237,13 @@ class _PolicyHead:
         if not gap <= 1e-4 * largest:
             raise RuntimeError(
                 f"the derivative of TRL's loss by a log-prob (largest {float(largest):.3g}) differs from the RISE "
-                f"backend's by {float(gap):.3g}: another TRL than 1.16, a subclass with another loss, or a value that is "
-                "not finite"
+                f"backend's by {float(gap):.3g}: another TRL than 1.16, a subclass with another loss, or a value that "
+                "is not finite"
             )
 
 
 def _answer_with_rise(model: Any, temperature: float) -> None:
-    """What TRL's own fused head does on `fused_lm_head=True`, with rise_kernels; `rise` replaces the plain log-probs."""
+    """What TRL's own head does on `fused_lm_head=True`, with rise_kernels; `rise` replaces the plain log-probs."""
     model = apply_rise_head(model.get_base_model() if is_peft_model(model) else model)
     inner = model.forward.__func__
 
