@@ -109,6 +109,32 @@ def train(
 
 
 @app.command()
+def sft(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    dry_run: Annotated[bool, typer.Option(help="Print the resolved configuration and stop.")] = False,
+    resume: Annotated[bool, typer.Option(help="Go on from the run's last checkpoint.")] = False,
+) -> None:
+    """Teach a model the answers of a data file: the supervised baseline."""
+    with errors_for_people():
+        from .config import dump_config, load_as
+        from .sft_config import SftConfig
+
+        loaded = load_as(SftConfig, config, overrides or [])
+        if dry_run:
+            say(dump_config(loaded))
+            return
+        from .launch import Interrupted
+        from .sft import run_sft
+
+        try:
+            say(f"run: {run_sft(loaded, resume=resume, console=console)}")
+        except (Interrupted, KeyboardInterrupt) as stop:
+            say("stopped; go on with the same command and --resume")
+            raise typer.Exit(130) from stop
+
+
+@app.command()
 def report(run: RunPath) -> None:
     """Write RUN/report.html from what a run has left so far."""
     with errors_for_people():

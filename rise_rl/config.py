@@ -206,27 +206,32 @@ class CheckpointConfig(Section):
     keep: Positive = Field(2, description="Latest checkpoints kept; the best by held-out reward is kept besides.")
 
 
-class Config(Section):
-    """A run."""
+class RunConfig(Section):
+    """What every kind of run has."""
 
     name: str = Field(description="Name of the run.", pattern=r"^[\w.-]+$")
     model: str = Field(description="A fetched name (smollm2-135m), a local folder, or a hub id.")
-    steps: Positive = Field(description="Steps: rollout batches sampled and trained on.")
     seed: int = Field(0, description="Every random choice derives from it.")
     output: str = Field("runs", description="Folder that run folders are made in.")
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
         ("tensorboard",), description="Where curves go; TensorBoard is always written."
     )
-    grader: str | None = Field(None, description="A grader of your own as module:object; it judges every criterion.")
     data: DataConfig
+    engine: EngineConfig = Field(default_factory=EngineConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+
+
+class Config(RunConfig):
+    """A run of `rise-rl train`."""
+
+    steps: Positive = Field(description="Steps: rollout batches sampled and trained on.")
+    grader: str | None = Field(None, description="A grader of your own as module:object; it judges every criterion.")
     grpo: GrpoConfig = Field(default_factory=GrpoConfig)
     guidance: GuidanceConfig = Field(default_factory=GuidanceConfig)
     scaffold: ScaffoldConfig = Field(default_factory=ScaffoldConfig)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
-    engine: EngineConfig = Field(default_factory=EngineConfig)
     judge: JudgeConfig | None = Field(None, description="The LLM judge of criteria that no program can check.")
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
 
     @property
     def hints(self) -> bool:
@@ -289,8 +294,8 @@ def load_as(model: type[Model], path: Path | None, overrides: Sequence[str]) -> 
         raise ConfigError("\n".join([f"{path or 'overrides'}:", *mistakes])) from error
 
 
-def dump_config(config: Config) -> str:
-    """The resolved configuration as YAML; `load_config` of it gives the same Config."""
+def dump_config(config: RunConfig) -> str:
+    """The resolved configuration as YAML; loading it gives the same configuration."""
     return OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json")))
 
 

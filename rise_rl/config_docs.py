@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -10,6 +11,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from .config import Config
+from .sft_config import SftConfig
 
 PAGE = Path(__file__).parents[1] / "docs" / "config.md"
 HEAD = """# Configuration
@@ -17,6 +19,12 @@ HEAD = """# Configuration
 One YAML file a run; any key can be overridden on the command line as `section.key=value`, and unknown keys are refused
 with the nearest valid name. `base: other.yaml` at the top of a file, relative to it, names a file whose values hold
 where this one has none. This page is generated from the code by `python -m rise_rl.config_docs`.
+"""
+
+SFT = """## rise-rl sft
+
+The supervised baseline (docs/baselines.md) has a file of its own kind: name, model, seed, output, trackers, data, engine and
+checkpoint as above, and these.
 """
 
 
@@ -66,9 +74,14 @@ def rows(model: type[BaseModel], prefix: str = "") -> list[str]:
     return lines
 
 
+def table(lines: Iterable[str]) -> str:
+    return "\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *lines]) + "\n"
+
+
 def page() -> str:
-    table = ["| key | type | default | meaning |", "|---|---|---|---|", *rows(Config)]
-    return HEAD + "\n" + "\n".join(table) + "\n"
+    common = rows(Config)
+    own = [line for line in rows(SftConfig) if line not in common]
+    return f"{HEAD}\n{table(common)}\n{SFT}\n{table(own)}"
 
 
 if __name__ == "__main__":

@@ -19,13 +19,14 @@ from rise_engine.rollout.base import RolloutRequest, Sampling
 from rise_engine.rollout.transformers import TransformersRollout
 from rise_engine.seeds import derive_seed
 
-from .config import Config, ConfigError, load_config
+from .config import Config, ConfigError
 from .data import load_examples
 from .fetch import resolve_model
 from .graders.base import Message
 from .launch import blaming, check_context, fitting, grader_for
 from .progress import Progress
 from .run_folder import RunFolder, RunFolderError
+from .sft_config import run_config
 from .step_sampler import sampling_of
 from .trainer import evaluate
 
@@ -82,7 +83,7 @@ def export_run(run: Path, folder: Path, *, best: bool) -> Path:
     """A run's last checkpoint (or its best model) as a plain transformers folder. `folder` must not exist."""
     if folder.exists():
         raise RunFolderError(f"{folder}: already there; name a folder that does not exist yet")
-    config = load_config(run / "config.yaml")
+    config = run_config(run / "config.yaml")
     store = CheckpointStore(RunFolder(run).checkpoints)
     if best:
         if store.best() is None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .config import Config
+from .config import RunConfig
 from .data import data_hash
 
 PACKAGES = (
@@ -23,7 +23,7 @@ PACKAGES = (
 )
 
 
-def make_manifest(config: Config) -> dict[str, Any]:
+def make_manifest(config: RunConfig) -> dict[str, Any]:
     """Plain JSON values. Raises nothing for what cannot be found out: it is null."""
     return {
         "name": config.name,

@@ -95,6 +95,7 @@ EVAL_METRICS: dict[str, Metric] = {
     "unknown_verdicts": Metric("criteria that the grader could not judge", "verdicts"),
     "ungraded_samples": Metric("answers left out because a verdict is unknown", "samples"),
     "samples": Metric("answers of the fixed cohort", "samples"),
+    "loss": Metric("SFT alone: mean -log p of a token of the validation answers", "nats"),
     "criteria": Metric(
         "per criterion of the cohort: uid, criterion (index), text, weight, topic, failures (samples that miss it; a "
         "graded verdict counts 1 - value; a negative criterion fails by being met) and samples (judged)",

@@ -25,7 +25,7 @@ from typing import Any
 import yaml
 from filelock import FileLock, Timeout
 
-from .config import Config, dump_config
+from .config import RunConfig, dump_config
 from .errors import RiseError
 from .manifest import code_revision, data_source, make_manifest, now, versions
 from .metrics import EVAL_METRICS, METRICS, Metric, check_names
@@ -42,7 +42,7 @@ class RunFolder:
     A multi-process run has one writer, its first process.
     """
 
-    def __init__(self, path: str | Path, config: Config | None = None) -> None:
+    def __init__(self, path: str | Path, config: RunConfig | None = None) -> None:
         self.path = Path(path)
         self.checkpoints = self.path / "checkpoints"
         self._config = config
@@ -54,7 +54,7 @@ class RunFolder:
     # --- opening ---------------------------------------------------------------------------------------------------
 
     @classmethod
-    def new(cls, path: str | Path, config: Config) -> RunFolder:
+    def new(cls, path: str | Path, config: RunConfig) -> RunFolder:
         """A run that has not begun: the folder must be empty or not there yet, RunFolderError otherwise. Nothing is
         written before `begin`, so that what goes wrong while a model loads leaves no run behind.
         """
@@ -75,14 +75,14 @@ class RunFolder:
         self._write_manifest(make_manifest(config) | {"resumes": []})
 
     @classmethod
-    def create(cls, path: str | Path, config: Config) -> RunFolder:
+    def create(cls, path: str | Path, config: RunConfig) -> RunFolder:
         """`new` and `begin` in one."""
         run = cls.new(path, config)
         run.begin()
         return run
 
     @classmethod
-    def resume(cls, path: str | Path, config: Config) -> RunFolder:
+    def resume(cls, path: str | Path, config: RunConfig) -> RunFolder:
         """An existing run, to go on with; nothing is written before `truncate_after`. Raises RunFolderError if there is
         no run. The configuration may differ from the run's own: the manifest then says where.
         """
@@ -107,7 +107,7 @@ class RunFolder:
         finally:
             lock.release()
 
-    def _check_same_data(self, config: Config) -> None:
+    def _check_same_data(self, config: RunConfig) -> None:
         """The batch of a step is a function of the data: other prompts would make another run of it."""
         try:
             before = self.manifest()["data"]["train"]["sha256"]
@@ -210,7 +210,7 @@ class RunFolder:
         for tracker in self._trackers:
             tracker.log({f"{prefix}{name}": v for name, v in numbers(row).items()}, step)
 
-    def _writable(self) -> Config:
+    def _writable(self) -> RunConfig:
         if self._config is None:
             raise ValueError(f"{self.path}: opened for reading; use RunFolder.create or RunFolder.resume to write")
         return self._config

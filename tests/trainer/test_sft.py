@@ -1,0 +1,127 @@
+"""`rise-rl sft`: the mean -log p of the answers' tokens, three epochs, a validation share, exact resume."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from typer.testing import CliRunner
+
+from rise_engine.prompts import render_prompt
+from rise_rl.cli import app
+from rise_rl.config import ConfigError, load_as
+from rise_rl.data import DataError
+from rise_rl.run_folder import RunFolder
+from rise_rl.sft import load_split, run_sft
+from rise_rl.sft_config import SftConfig
+from tests.engine.helpers import plain_logprobs, plain_model
+from tests.tiny import tiny_tokenizer
+from tests.trainer.conftest import WORDS, row
+
+RECIPE = Path(__file__).parents[2] / "recipes/baselines/sft.yaml"
+ANSWERS = [f"The {word} is fine, my name is Anna." for word in WORDS]
+
+
+@pytest.fixture
+def sft_config(tmp_path, tiny_folder):
+    """9 answers: one for validation, 4 steps of 2 an epoch, three epochs."""
+
+    def write(**changes) -> Path:
+        rows = [row(f"u{i}", [word]) | {"answer": ANSWERS[i]} for i, word in enumerate(WORDS)]
+        (tmp_path / "train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+        config = {
+            "name": "sft",
+            "model": str(tiny_folder),
+            "output": str(tmp_path / "runs"),
+            "answers_per_step": 2,
+            "validate_every": 6,
+            "data": {
+                "train": str(tmp_path / "train.jsonl"),
+                "max_prompt_tokens": 128,
+                "max_answer_tokens": 64,
+            },
+            "engine": {"lr": 0.003, "warmup_steps": 0, "micro_batch_tokens": 128},
+            "checkpoint": {"every": 5},
+        }
+        config |= changes
+        path = tmp_path / "sft.yaml"
+        path.write_text(yaml.safe_dump(config))
+        return path
+
+    return write
+
+
+def load(path: Path, *overrides: str) -> SftConfig:
+    return load_as(SftConfig, path, overrides)
+
+
+def mean_nll(folder: Path, examples) -> float:
+    """In float64, prompt and answer as the chat template and the tokenizer have them, stop token included."""
+    model, tokenizer = plain_model(folder, torch.float64), tiny_tokenizer()
+    logprobs = []
+    for e in examples:
+        answer = [*tokenizer(e.meta["answer"]).input_ids, tokenizer.eos_token_id]
+        logprobs.append(plain_logprobs(model, render_prompt(tokenizer, e.messages), answer, 1.0).detach())
+    return -torch.cat(logprobs).mean().item()
+
+
+def test_three_epochs_of_mean_token_loss_with_a_validation_share(sft_config, tiny_folder):
+    config = load(sft_config())
+    train, validation = load_split(config)
+    assert (len(train), len(validation)) == (8, 1)
+    folder = run_sft(config)
+    run = RunFolder(folder)
+    metrics, evals = run.metrics(), run.evals()
+    assert [m["step"] for m in metrics] == list(range(1, 13))
+    assert [e["step"] for e in evals] == [0, 6, 12]
+    assert evals[0]["loss"] == pytest.approx(mean_nll(tiny_folder, validation), rel=1e-4)
+    assert metrics[-1]["loss"] < metrics[0]["loss"]
+    # One step over all eight answers: the mean is over their tokens together.
+    [whole] = RunFolder(run_sft(load(sft_config(name="whole"), "answers_per_step=8", "epochs=1"))).metrics()
+    assert whole["loss"] == pytest.approx(mean_nll(tiny_folder, train), rel=1e-4)
+    exported = CliRunner().invoke(app, ["export", str(folder), str(folder.parent / "exported")], catch_exceptions=False)
+    assert exported.exit_code == 0
+    assert mean_nll(folder.parent / "exported", validation) == pytest.approx(evals[-1]["loss"], rel=1e-4)
+
+
+def test_a_resumed_run_has_the_same_numbers(sft_config, monkeypatch):
+    whole = RunFolder(run_sft(load(sft_config(), "name=whole")))
+    monkeypatch.setattr("rise_rl.sft.RunFolder.log_metrics", stop_at(7))
+    with pytest.raises(KeyboardInterrupt):
+        run_sft(load(sft_config(), "name=killed"))
+    monkeypatch.undo()
+    resumed = RunFolder(run_sft(load(sft_config(), "name=killed"), resume=True))
+    assert [m["loss"] for m in resumed.metrics()] == [m["loss"] for m in whole.metrics()]
+    assert resumed.evals() == whole.evals()
+
+
+def stop_at(step):
+    original = RunFolder.log_metrics
+
+    def log(self, values):
+        if values["step"] == step:
+            raise KeyboardInterrupt
+        original(self, values)
+
+    return log
+
+
+def test_rows_that_cannot_be_learnt_are_named(sft_config, tmp_path):
+    path = sft_config()
+    with pytest.raises(DataError, match=r"train\.jsonl, reply: prompt 'u0': expected an answer \(text\), found None"):
+        run_sft(load(path, "data.answer=reply"))
+    with pytest.raises(DataError, match=r"answer to 'u\d' has \d+ tokens, more than data\.max_answer_tokens \(4\)"):
+        run_sft(load(path, "data.max_answer_tokens=4"))
+    with pytest.raises(ConfigError, match="9 of 9 rows would leave nothing to train on"):
+        run_sft(load(path, "data.validation=1"))
+    assert not (tmp_path / "runs/sft").exists()
+
+
+def test_the_recipe_says_three_epochs_and_one_percent():
+    result = CliRunner().invoke(app, ["sft", str(RECIPE), "--dry-run"], catch_exceptions=False)
+    assert result.exit_code == 0
+    config = load(RECIPE)
+    assert (config.epochs, config.data.validation, config.data.answer) == (3, 0.01, "answer")
