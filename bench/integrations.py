@@ -4,7 +4,7 @@
     python bench/integrations.py --trainer trl --tokens 256
 
 Memory is the most that the process's resident set grows during training (Linux only). The model is narrow (hidden 64,
-two layers), so that what is compared is the vocabulary's share. The last losses are printed too: they must agree.
+two layers), so that what is compared is the vocabulary's share. The last gradient norms are printed too: they must agree.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ def measure(name: str, rise: bool, tokens: int) -> dict[str, Any]:
         start = time.perf_counter()
         peak = resident_peak_bytes(trainer.train)
         seconds = time.perf_counter() - start
-    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    return {"peak_mib": None if peak is None else peak >> 20, "seconds": seconds, "losses": losses}
+    steps = [{key: row[key] for key in ("loss", "grad_norm")} for row in trainer.state.log_history if "loss" in row]
+    return {"peak_mib": None if peak is None else peak >> 20, "seconds": seconds, "steps": steps}
 
 
 def fresh(name: str, rise: bool, tokens: int) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def fresh(name: str, rise: bool, tokens: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trainer", choices=TRAINERS, action="append")
-    parser.add_argument("--tokens", type=int, default=64, help="of each of the 8 answers or rows")
+    parser.add_argument("--tokens", type=int, default=128, help="of each of the 8 answers or rows")
     parser.add_argument("--only", choices=["own", "rise"], help="one measurement in this process, printed as JSON")
     parser.add_argument("--output", type=Path, help="also write the results here")
     arguments = parser.parse_args()
@@ -160,10 +160,15 @@ def main() -> None:
         for key, label in (("own", "own head"), ("rise", "RISE head")):
             r = results[name][key]
             rows.append(
-                [f"{TRAINERS[name][0]}, {label}", f"{used[key]}", f"{r['seconds']:.1f}", f"{r['losses'][-1]:.6f}"]
+                [
+                    f"{TRAINERS[name][0]}, {label}",
+                    f"{used[key]}",
+                    f"{r['seconds']:.1f}",
+                    f"{r['steps'][-1]['grad_norm']:.5f}",
+                ]
             )
         rows.append([f"{TRAINERS[name][0]}, own : RISE", f"{results[name]['ratio']:.1f}", "", ""])
-    print_table(["", "MiB above the start", "seconds", "last loss"], rows)
+    print_table(["", "MiB above the start", "seconds", "last gradient norm"], rows)
     if arguments.output:
         write_results(arguments.output, results)
 
