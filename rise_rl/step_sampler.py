@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,8 +19,9 @@ from .graders.base import Grader
 from .guidance import draw_template, guided_prompt, select_feedback
 from .phases import PhaseTimes
 from .progress import Progress
-from .samples import Kind, Sample, grade_rollouts
+from .samples import Sample
 from .scaffold import draw_criteria, scaffolded, shown_count, strength
+from .schedules import Asked, Lockstep, Overlapped
 
 Prompt = tuple[int, ...]
 
@@ -49,34 +49,41 @@ class StepSampler:
         progress: Progress,
         times: PhaseTimes,
     ) -> None:
-        self.config, self.tokenizer, self.rollouts, self.grader = config, tokenizer, rollouts, grader
-        self.progress, self.times = progress, times
+        self.config, self.tokenizer = config, tokenizer
         self.sampling = sampling_of(config.rollout)
+        schedule = {"lockstep": Lockstep, "overlapped": Overlapped}[config.rollout.schedule]
+        self.schedule = schedule(rollouts, grader, self.sampling, progress, times)
 
     def sample(self, step: int, examples: Sequence[Example], *, guiding: bool) -> StepSamples:
         """`step` counts from 1. Without `guiding` no guided answer is generated at all."""
         prompts = {e.uid: self.render(e.messages) for e in examples}
-        natural, scaffold_metrics = self._natural(step, examples, prompts)
-        guided, metrics = self._guided(step, natural, prompts) if guiding else ([], {})
-        return StepSamples(prompts, natural, guided, {**scaffold_metrics, **metrics})
+        asked, metrics = self._natural(step, examples, prompts)
+        hints = {"guided/no_feedback_prompts": 0, "guided/dropped_criteria": 0}
+
+        def guide(group: Sequence[Sample]) -> list[Asked]:
+            guided, dropped = self._guided(step, group, prompts)
+            hints["guided/no_feedback_prompts"] += not guided
+            hints["guided/dropped_criteria"] += dropped
+            return guided
+
+        natural, guided = self.schedule(asked, guide if guiding else None)
+        return StepSamples(prompts, natural, guided, metrics | hints if guiding else metrics)
 
     def render(self, messages: Sequence[Any]) -> Prompt:
         return render_prompt(self.tokenizer, messages, self.config.data.chat_template)
 
     def _natural(
         self, step: int, examples: Sequence[Example], prompts: dict[str, Prompt]
-    ) -> tuple[list[Sample], dict[str, float]]:
+    ) -> tuple[list[Asked], dict[str, float]]:
         owners = [(e, i) for e in examples for i in range(self.config.grpo.group_size)]
         asked = [prompts[e.uid] for e, _ in owners]
-        shown: list[tuple[int, ...]] | None = None
+        shown: list[tuple[int, ...]] = [()] * len(owners)
         metrics: dict[str, float] = {}
         if self.config.scaffold.enabled:
             asked, shown, metrics = self._scaffold(step, owners, prompts)
-        requests = [
-            RolloutRequest(e.uid, i, prompt, derive_seed("natural", self.config.seed, step, e.uid, i))
-            for (e, i), prompt in zip(owners, asked)
-        ]
-        return self._answer("rollout", [e for e, _ in owners], requests, shown), metrics
+        seeds = [derive_seed("natural", self.config.seed, step, e.uid, i) for e, i in owners]
+        requests = [RolloutRequest(e.uid, i, p, seed) for (e, i), p, seed in zip(owners, asked, seeds)]
+        return [Asked(e, request, s) for (e, _), request, s in zip(owners, requests, shown)], metrics
 
     def _scaffold(
         self, step: int, owners: Sequence[tuple[Example, int]], prompts: dict[str, Prompt]
@@ -99,56 +106,33 @@ class StepSampler:
         metrics = {"scaffold/strength": level, "scaffold/dropped_criteria": dropped}
         return asked, shown, metrics | {"scaffold/shown_mean": sum(map(len, shown)) / len(shown)}
 
-    def _guided(
-        self, step: int, natural: Sequence[Sample], prompts: dict[str, Prompt]
-    ) -> tuple[list[Sample], dict[str, int]]:
-        """Eq. 4-6 for every prompt: feedback from its natural answers, privileged prompts, guided answers."""
-        config, seed = self.config.guidance, self.config.seed
-        groups: dict[str, list[Sample]] = defaultdict(list)
-        for sample in natural:
-            groups[sample.example.uid].append(sample)
-        requests, owners, shown = [], [], []
-        without_feedback = dropped = 0
-        for uid, group in groups.items():
-            example = group[0].example
-            chosen = select_feedback(example.rubric, [s.verdicts for s in group], config.criteria)
-            limit = len(prompts[uid]) + config.budget_tokens
-            found = False
-            for index in range(config.rollouts if chosen else 0):
-                guided = guided_prompt(
-                    example.messages,
-                    example.rubric,
-                    chosen,
-                    template=draw_template(config.templates, seed=seed, step=step, uid=uid, index=index),
-                    secrecy_wish=config.secrecy_wish,
-                    fits=partial(self._fits, limit),
-                )
-                dropped += len(chosen) - (len(guided.shown) if guided else 0)
-                if guided:
-                    found = True
-                    owners.append(example)
-                    shown.append(guided.shown)
-                    request_seed = derive_seed("guided", seed, step, uid, index)
-                    requests.append(RolloutRequest(uid, index, self.render(guided.messages), request_seed))
-            without_feedback += not found
-        samples = self._answer("guided_rollout", owners, requests, shown, "guided") if requests else []
-        return samples, {"guided/no_feedback_prompts": without_feedback, "guided/dropped_criteria": dropped}
+    def _guided(self, step: int, group: Sequence[Sample], prompts: dict[str, Prompt]) -> tuple[list[Asked], int]:
+        """Eq. 4-6 for one prompt: feedback from its natural answers, privileged prompts. Also returns how many criteria
+        were left out for lack of room.
+        """
+        config, seed, example = self.config.guidance, self.config.seed, group[0].example
+        uid = example.uid
+        chosen = select_feedback(example.rubric, [s.verdicts for s in group], config.criteria)
+        limit = len(prompts[uid]) + config.budget_tokens
+        asked, dropped = [], 0
+        for index in range(config.rollouts if chosen else 0):
+            guided = guided_prompt(
+                example.messages,
+                example.rubric,
+                chosen,
+                template=draw_template(config.templates, seed=seed, step=step, uid=uid, index=index),
+                secrecy_wish=config.secrecy_wish,
+                fits=partial(self._fits, limit),
+            )
+            dropped += len(chosen) - (len(guided.shown) if guided else 0)
+            if guided:
+                request_seed = derive_seed("guided", seed, step, uid, index)
+                request = RolloutRequest(uid, index, self.render(guided.messages), request_seed)
+                asked.append(Asked(example, request, guided.shown))
+        return asked, dropped
 
     def _fits(self, limit: int, messages: Sequence[Any]) -> bool:
         return len(self.render(messages)) <= limit
-
-    def _answer(
-        self,
-        phase: str,
-        examples: Sequence[Example],
-        requests: Sequence[RolloutRequest],
-        shown: Sequence[tuple[int, ...]] | None = None,
-        kind: Kind = "natural",
-    ) -> list[Sample]:
-        with self.times(phase), self.progress.counting(phase, len(requests)) as advance:
-            rollouts = self.rollouts.generate(requests, self.sampling, advance)
-        with self.times("grade"):
-            return grade_rollouts(self.grader, examples, rollouts, shown, kind)
 
 
 def sampling_of(config: RolloutConfig) -> Sampling:

@@ -32,9 +32,9 @@ def named_weights(policy: PolicyEngine | FrozenPolicy) -> Iterator[tuple[str, Te
 def gathered(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for bucket in buckets(list(model.named_parameters(remove_duplicate=False)), BUCKET_BYTES):
         if any(hasattr(parameter, "ds_id") for _, parameter in bucket):
-            from deepspeed.zero import GatheredParameters
+            import deepspeed
 
-            with GatheredParameters([parameter for _, parameter in bucket]):
+            with deepspeed.zero.GatheredParameters([parameter for _, parameter in bucket]):
                 whole = [(name, parameter.detach().clone()) for name, parameter in bucket]
             yield from whole
         else:
