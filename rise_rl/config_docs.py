@@ -23,8 +23,8 @@ where this one has none. This page is generated from the code by `python -m rise
 
 SFT = """## rise-rl sft
 
-The supervised baseline (docs/baselines.md) has a file of its own kind: name, model, seed, output, trackers, data, engine and
-checkpoint as above, and these.
+The supervised baseline (docs/baselines.md) has a file of its own kind: name, model, seed, output, trackers, data,
+engine and checkpoint as above, and these.
 """
 
 
