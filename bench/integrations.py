@@ -4,7 +4,8 @@
     python bench/integrations.py --trainer trl --tokens 256
 
 Memory is the most that the process's resident set grows during training (Linux only). The model is narrow (hidden 64,
-two layers), so that what is compared is the vocabulary's share. The last gradient norms are printed too: they must agree.
+two layers), so that what is compared is the vocabulary's share. The last gradient norms are printed too: they must
+agree.
 """
 
 from __future__ import annotations
@@ -101,6 +102,7 @@ def transformers_trainer(rise: bool, tokens: int, folder: str):
 def _shared() -> dict[str, Any]:
     return {
         "use_cpu": True,
+        "bf16": False,
         "report_to": [],
         "save_strategy": "no",
         "logging_steps": 1,

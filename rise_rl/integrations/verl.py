@@ -30,7 +30,8 @@ def linear_cross_entropy(
     """(log-probs, entropy) of the labels, float32 [N], as `verl.utils.kernel.linear_cross_entropy` returns them.
 
     hidden [..., D] and labels int64 [...] are flattened to N rows; weight [V, D]; labels of -100 give 0.
-    Differentiable through both. Raises ValueError for a reduction other than "none" and for a vocabulary split over a process group.
+    Differentiable through both. Raises ValueError for a reduction other than "none" and for a vocabulary split over a
+    process group.
     """
     if reduction != "none":
         raise ValueError(f"reduction: expected 'none', found {reduction!r}")
