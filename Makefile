@@ -12,7 +12,7 @@ VLLM := $(if $(filter cpu,$(EXTRAS)),$(shell $(PYTHON) -c 'import platform, sys;
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup test test-fast lint train clean
+.PHONY: setup test test-fast test-all lint train clean
 
 setup: $(VENV)/.installed
 
@@ -36,6 +36,10 @@ test-fast: setup
 test: lint
 	$(BIN)/python -m pytest
 	$(BIN)/python -m pytest -m slow
+
+# What CI leaves out: wider matrices of the engine.
+test-all: test
+	$(BIN)/python -m pytest -m full
 
 train: setup
 	$(BIN)/rise-rl fetch smollm2-135m

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -125,6 +126,12 @@ class Layout:
         return torch.cat(outputs).index_select(0, self.back)
 
 
+class Attends(Protocol):
+    """A layout: this module's, or varlen.py's."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, dropout: float) -> Tensor: ...
+
+
 def _similar(spans: Sequence[Span]) -> list[list[Span]]:
     groups: list[list[Span]] = []
     for span in sorted(spans, key=lambda s: (s.keys, s.queries), reverse=True):
@@ -152,7 +159,7 @@ def packed_attention(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    layout: Layout | None = None,
+    layout: Attends | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
     """query [1, heads, T, d], key and value [1, kv_heads, T, d] -> [1, T, heads, d]."""

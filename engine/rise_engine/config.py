@@ -48,8 +48,8 @@ class EngineConfig(BaseModel):
     zero_stage: Literal[0, 1, 2, 3] = Field(
         0,
         description="DeepSpeed ZeRO stage: 0 nothing is split, 1 optimizer state, 2 and gradients, 3 and parameters. "
-        "Stages 0 and 1 run as 2 with bfloat16, because DeepSpeed's optimizer for them cannot accumulate bfloat16 "
-        "gradients in float32 without starting Adam off with a step of zero gradient.",
+        "In bfloat16, 0 and 1 run as 2: DeepSpeed's stage 0 cannot add up bfloat16 gradients in float32 (and its Adam "
+        "begins with a step of zero gradient), and in its stage 1 every rank holds all of the float32 gradient.",
     )
     lr: float = Field(1e-6, ge=0, description="Learning rate after warm-up; constant from there.")
     warmup_steps: int = Field(10, ge=0, description="Steps over which the rate rises linearly from lr/warmup_steps.")
@@ -70,13 +70,21 @@ class EngineConfig(BaseModel):
         512, gt=0, description="Temporary memory of the fused head (log-probs and losses) in MiB."
     )
     attention: Literal["auto", "sdpa", "flash_attention_2", "eager"] = Field(
-        "auto", description="Attention implementation. auto: sdpa."
+        "auto",
+        description="Attention implementation. auto: flash-attn where it is installed and can run (CUDA, bfloat16), "
+        "else PyTorch's sdpa. With either, responses are packed behind their shared prompt, without padding, where the "
+        "model's attention allows it.",
     )
     timeout_minutes: float = Field(
         30,
         gt=0,
         description="How long a rank waits for the others before it gives up. The longest wait is for the rank whose "
         "answers and grades take longest.",
+    )
+    liger: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="Liger-Kernel's RMSNorm, RoPE and SwiGLU. auto: on a GPU, where it is installed and knows the "
+        "model.",
     )
     offload: OffloadConfig = Field(OffloadConfig(), description="What lives in host memory.")
     lora: LoraSettings | None = Field(

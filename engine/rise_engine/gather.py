@@ -50,7 +50,7 @@ class _EmbedRows(_GatherRows):
 
 def gather_rows(source: Tensor, index: Tensor) -> Tensor:
     """source [T, ...], index int64 [n] -> [n, ...]: `index_select`, its gradient rounded once."""
-    return source.index_select(0, index) if source.dtype == torch.float32 else _GatherRows.apply(source, index)
+    return _GatherRows.apply(source, index) if source.dtype.itemsize < 4 else source.index_select(0, index)
 
 
 class Embedding(nn.Embedding):
@@ -61,7 +61,7 @@ class Embedding(nn.Embedding):
         self.weight = plain.weight
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.weight.dtype == torch.float32:
+        if self.weight.dtype.itemsize >= 4:
             return super().forward(input)
         found = _EmbedRows.apply(self.weight, input.flatten()).unflatten(0, input.shape)
         if self.padding_idx is None:

@@ -25,9 +25,15 @@ def build_optimizer(model: nn.Module, cfg: EngineConfig) -> torch.optim.Optimize
     ]
     groups = [g for g in groups if g["params"]]
     if cfg.offload.optimizer:
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
+        from deepspeed.ops import adam
 
-        return DeepSpeedCPUAdam(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, adamw_mode=True)
+        try:
+            return adam.DeepSpeedCPUAdam(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, adamw_mode=True)
+        except Exception as error:  # what a failed build raises depends on which tool is missing
+            raise EngineError(
+                "engine.offload.optimizer: DeepSpeed could not build its CPU Adam, which takes a C++ compiler, ninja "
+                f"and a few minutes the first time: {error}"
+            ) from error
     return torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True)
 
 

@@ -15,9 +15,13 @@ from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from . import attention
 from .attention import Layout, Span
+from .varlen import VarlenLayout, why_not_flash
 
+PackedLayout = type[Layout] | type[VarlenLayout]
 LayoutName = Literal["shared_prompt", "padded"]
 
 
@@ -51,12 +55,30 @@ class MicroBatch:
     position_ids: Tensor
     hidden_rows: Tensor
     target: Tensor
-    layout: Layout | None = None
+    layout: Layout | VarlenLayout | None = None
     attention_mask: Tensor | None = None
 
     @property
     def tokens(self) -> int:
         return self.input_ids.numel()
+
+
+def choose_layout(
+    model: PreTrainedModel, wanted: Literal["auto", "sdpa", "flash_attention_2", "eager"]
+) -> tuple[LayoutName, PackedLayout]:
+    """Gives the model its attention function; returns how its sequences are to be laid out.
+
+    Raises ValueError, with the reason, where flash_attention_2 is asked for by name and cannot run.
+    """
+    no_flash = why_not_flash(model.dtype)
+    if wanted == "flash_attention_2" and no_flash is not None:
+        raise ValueError(f"engine.attention: flash_attention_2 cannot be used: {no_flash}")
+    flash = wanted == "flash_attention_2" or (wanted == "auto" and no_flash is None)
+    if wanted != "eager" and attention.why_not_packed(model) is None:
+        model.set_attn_implementation(attention.NAME)
+        return "shared_prompt", VarlenLayout if flash else Layout
+    model.set_attn_implementation("flash_attention_2" if flash else "eager" if wanted == "eager" else "sdpa")
+    return "padded", Layout
 
 
 def plan_shared_prompt(sequences: Sequence[HasTokens], budget: int) -> list[list[Chunk]]:
@@ -111,11 +133,18 @@ def _first_fit(sizes: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def build(
-    sequences: Sequence[HasTokens], chunks: Sequence[Chunk], name: LayoutName, *, pad_id: int, device: torch.device
+    sequences: Sequence[HasTokens],
+    chunks: Sequence[Chunk],
+    name: LayoutName,
+    *,
+    pad_id: int,
+    device: torch.device,
+    packed: PackedLayout = Layout,
 ) -> MicroBatch:
-    """The tensors of one planned micro-batch."""
-    make = _shared_prompt if name == "shared_prompt" else _padded
-    return make(sequences, chunks, pad_id, device)
+    """The tensors of one planned micro-batch. packed: how packed rows attend, through SDPA or flash-attn."""
+    if name == "shared_prompt":
+        return _shared_prompt(sequences, chunks, packed, device)
+    return _padded(sequences, chunks, pad_id, device)
 
 
 def plan(sequences: Sequence[HasTokens], budget: int, name: LayoutName) -> list[list[Chunk]]:
@@ -123,7 +152,7 @@ def plan(sequences: Sequence[HasTokens], budget: int, name: LayoutName) -> list[
 
 
 def _shared_prompt(
-    sequences: Sequence[HasTokens], chunks: Sequence[Chunk], pad_id: int, device: torch.device
+    sequences: Sequence[HasTokens], chunks: Sequence[Chunk], packed: PackedLayout, device: torch.device
 ) -> MicroBatch:
     ids: list[int] = []
     positions: list[int] = []
@@ -156,7 +185,7 @@ def _shared_prompt(
         position_ids=torch.tensor([positions], device=device),
         hidden_rows=torch.tensor(rows, device=device),
         target=torch.tensor(target, device=device),
-        layout=Layout.of(spans, device),
+        layout=packed.of(spans, device),
     )
 
 

@@ -17,15 +17,16 @@ from transformers import PreTrainedModel
 from rise_kernels.results import RiseLoss, TokenStats
 from rise_kernels.token_losses import LossSpec, TokenRows
 
-from . import attention, lora, state
+from . import lora, state
 from .config import EngineConfig
 from .deepspeed_config import deepspeed_config
 from .distributed import all_ranks_max, all_ranks_sum, init_distributed, seed_everything
 from .gather import gather_rows, install_embedding
 from .head import install_head
+from .liger import apply_liger
 from .loading import load_model, load_tokenizer, padding_id, stop_ids
 from .optimizer import NonFiniteError, build_optimizer, clip_before_step, learning_rate
-from .packing import Chunk, HasTokens, LayoutName, MicroBatch, build, plan
+from .packing import Chunk, HasTokens, MicroBatch, build, choose_layout, plan
 from .scoring import Tokens, token_logprobs
 from .sequences import StepStats, TrainSequence
 from .token_rows import StepStatistics, can_matter, check_consistent, make_rows
@@ -76,14 +77,11 @@ class PolicyEngine:
         seed_everything(seed)
 
         self.tokenizer = load_tokenizer(model)
-        wanted = "sdpa" if config.attention == "auto" else config.attention
-        self.model = load_model(model, dtype=config.torch_dtype, attention=wanted)
+        self.model = load_model(model, dtype=config.torch_dtype, attention="sdpa")
         self.stop_ids = stop_ids(self.model, self.tokenizer)
         self.pad_id = padding_id(self.tokenizer)
-        self.layout: LayoutName = "padded"
-        if wanted == "sdpa" and attention.why_not_packed(self.model) is None:
-            self.model.set_attn_implementation(attention.NAME)
-            self.layout = "shared_prompt"
+        self.layout, self._packed = choose_layout(self.model, config.attention)
+        self.liger = apply_liger(self.model, config.liger)
         if config.lora is not None:
             lora.add_adapters(self.model, config.lora)
         install_embedding(self.model)
@@ -239,7 +237,7 @@ class PolicyEngine:
             yield
 
     def _build(self, sequences: Sequence[HasTokens], chunks: Sequence[Chunk]) -> MicroBatch:
-        return build(sequences, chunks, self.layout, pad_id=self.pad_id, device=self.device)
+        return build(sequences, chunks, self.layout, pad_id=self.pad_id, device=self.device, packed=self._packed)
 
     def _check_lengths(self, sequences: Sequence[HasTokens]) -> None:
         longest = max((len(s.prompt_ids) + len(s.response_ids) for s in sequences), default=0)

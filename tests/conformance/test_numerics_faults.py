@@ -58,7 +58,7 @@ def test_many_micro_batches_add_up_in_float32(folder, stage):
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_lower_stages_run_as_stage_2_in_bfloat16(stage):
-    """DeepSpeed's own would accumulate in bfloat16, or take Adam's first step with a gradient of zero."""
+    """DeepSpeed's stage 0 would accumulate in bfloat16 and take Adam's first step with a gradient of zero."""
     settings = deepspeed_config(EngineConfig(dtype="bfloat16", zero_stage=stage), world_size=1)
     assert settings["zero_optimization"]["stage"] == 2
     assert settings["data_types"]["grad_accum_dtype"] == "fp32"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from pydantic import ValidationError
 
 from rise_engine.config import EngineConfig, OffloadConfig
 from rise_engine.deepspeed_config import deepspeed_config
+from rise_engine.errors import EngineError
+from rise_engine.optimizer import build_optimizer
 
 
 @pytest.mark.parametrize(
@@ -66,3 +69,13 @@ def test_the_dtype_follows_the_device_when_it_is_not_given(monkeypatch):
     assert not deepspeed_config(EngineConfig(), 1)["bf16"]["enabled"]
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     assert deepspeed_config(EngineConfig(), 1)["bf16"]["enabled"]
+
+
+def test_a_cpu_adam_that_cannot_be_built_says_what_it_takes(monkeypatch):
+    def build(*args, **keys):
+        raise RuntimeError("g++ not found")
+
+    monkeypatch.setattr("deepspeed.ops.adam.DeepSpeedCPUAdam", build)
+    config = EngineConfig(zero_stage=2, offload=OffloadConfig(optimizer=True))
+    with pytest.raises(EngineError, match=r"engine\.offload\.optimizer: .* C\+\+ compiler.*g\+\+ not found"):
+        build_optimizer(torch.nn.Linear(2, 2), config)
