@@ -11,11 +11,11 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-from collections import defaultdict
 from pathlib import Path
 
 from rise_rl.config import load_config
 from rise_rl.report import write_figures
+from rise_rl.report.heatmap import heat_map
 from rise_rl.run_folder import RunFolder
 
 RECIPE = "recipes/quickstart.yaml"
@@ -35,22 +35,12 @@ def finished_run(name: str, overrides: list[str]) -> RunFolder:
     return run
 
 
-def met_share(record: dict) -> dict[tuple[str, str], float]:
-    """Share of the cohort's answers that satisfy each criterion of each topic."""
-    failed: dict[tuple[str, str], float] = defaultdict(float)
-    judged: dict[tuple[str, str], int] = defaultdict(int)
-    for row in record["criteria"]:
-        failed[row["topic"], row["text"]] += row["failures"]
-        judged[row["topic"], row["text"]] += row["samples"]
-    return {key: 1 - failed[key] / judged[key] for key in judged if judged[key]}
-
-
 def row(label: str, record: dict, start: dict, minutes: float | None) -> str:
-    before, after = met_share(start), met_share(record)
-    never = [key for key in before if before[key] == 0]
-    woken = sum(after.get(key, 0) > 0 for key in never)
+    heat = heat_map([start, record])
+    assert heat is not None
+    woken, never = heat.woken(start["step"], record["step"])
     time = "-" if minutes is None else f"{minutes:.0f} min"
-    return f"| {label} | {record['reward/mean']:.3f} | {woken} of {len(never)} | {record['length/mean']:.0f} | {time} |"
+    return f"| {label} | {record['reward/mean']:.3f} | {woken} of {never} | {record['length/mean']:.0f} | {time} |"
 
 
 def main() -> None:

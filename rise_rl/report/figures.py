@@ -176,16 +176,10 @@ PANELS: dict[str, tuple[Draw, bool]] = {
 
 def finish(axes: Axes, run: RunData) -> None:
     """Step axis and s_switch, the same on every panel so that they can be read across."""
-    steps = [*run.steps, *(e["step"] for e in run.evals)]
-    first, last = min(steps, default=0), max(steps, default=0)
-    margin = max(0.6, 0.015 * (last - first))
-    axes.set_xlim(first - margin, last + margin)
-    axes.set_xlabel("optimizer step")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, steps=[1, 2, 5, 10], min_n_ticks=1))
+    first, last = step_axis(axes, [*run.steps, *(e["step"] for e in run.evals)])
     if run.last_guided_step is None:
         return
-    switch = run.last_guided_step + 0.5
-    axes.axvline(switch, color=INK, linewidth=1.1, linestyle=(0, (4, 3)))
+    switch = mark_switch(axes, run.last_guided_step, INK)
     right = switch < first + 0.7 * (last - first)
     axes.annotate(
         "guidance removed",
@@ -198,6 +192,23 @@ def finish(axes: Axes, run: RunData) -> None:
         ha="left" if right else "right",
         bbox={"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 1},
     )
+
+
+def step_axis(axes: Axes, steps: Sequence[int]) -> tuple[int, int]:
+    """The x axis of optimizer steps; returns the first and the last."""
+    first, last = min(steps, default=0), max(steps, default=0)
+    margin = max(0.6, 0.015 * (last - first))
+    axes.set_xlim(first - margin, last + margin)
+    axes.set_xlabel("optimizer step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, steps=[1, 2, 5, 10], min_n_ticks=1))
+    return first, last
+
+
+def mark_switch(axes: Axes, last_guided_step: int, colour: str) -> float:
+    """The dashed line of s_switch; returns where it stands."""
+    switch = last_guided_step + 0.5
+    axes.axvline(switch, color=colour, linewidth=1.1, linestyle=(0, (4, 3)))
+    return switch
 
 
 def panel_svg(name: str, run: RunData) -> str | None:

@@ -40,6 +40,16 @@ class HeatMap:
         judged = sum(r.samples.get(step, 0) for r in rows)
         return sum(r.failures.get(step, 0.0) for r in rows) / judged if judged else None
 
+    def never_met(self, step: int) -> list[Row]:
+        """The criteria that every judged answer of this evaluation misses."""
+        return [row for row in self.rows if row.share(step) == 1]
+
+    def woken(self, first: int, last: int) -> tuple[int, int]:
+        """Of the criteria never met at evaluation `first`: (how many are met at `last`, how many there are)."""
+        never = self.never_met(first)
+        shares = [row.share(last) for row in never]
+        return sum(share is not None and share < 1 for share in shares), len(never)
+
     def most_missed(self, limit: int) -> HeatMap:
         """At most `limit` rows: those of most |weight| times failures at the first evaluation, in the same order."""
         if len(self.rows) <= limit:
@@ -55,7 +65,9 @@ class HeatMap:
 
 
 def heat_map(evals: Sequence[dict[str, Any]]) -> HeatMap | None:
-    """None if no evaluation has criteria. The same criterion of several prompts of a topic is one row."""
+    """None if no evaluation has criteria. The same criterion of several prompts of a topic is one row, and evaluations
+    of the same step (of several runs) are counted together.
+    """
     evals = [e for e in evals if e.get("criteria")]
     rows: dict[tuple[str, str, float], Row] = {}
     for evaluation in evals:
@@ -69,4 +81,4 @@ def heat_map(evals: Sequence[dict[str, Any]]) -> HeatMap | None:
     if not rows:
         return None
     topics = list(dict.fromkeys(row.topic for row in rows.values()))
-    return HeatMap([e["step"] for e in evals], sorted(rows.values(), key=lambda r: topics.index(r.topic)))
+    return HeatMap(sorted({e["step"] for e in evals}), sorted(rows.values(), key=lambda r: topics.index(r.topic)))

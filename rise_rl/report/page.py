@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from ..run_folder import write_aside
 from .figures import PANELS, curves_figure, heat_colour, heat_map_figure, panel_svg, style
-from .heatmap import HeatMap, heat_map
+from .heatmap import HeatMap, Row, heat_map
 from .summary import RunData, flat
 
 HTML_ROWS, PICTURE_ROWS = 200, 60
@@ -26,10 +26,9 @@ def write_report(run: str | Path) -> Path:
     """
     data = RunData.load(Path(run))
     heat = heat_map(data.evals)
-    environment = Environment(loader=PackageLoader("rise_rl.report", "."), autoescape=True, undefined=StrictUndefined)
-    environment.trim_blocks = environment.lstrip_blocks = True
     figures = {name: panel_svg(name, data) for name in PANELS}
-    page = environment.get_template("report.html.j2").render(
+    page = render(
+        "report.html.j2",
         run=data,
         cards=data.cards(),
         panels=[(name, PANELS[name][1], Markup(svg)) for name, svg in figures.items() if svg and name != "time"],
@@ -40,11 +39,18 @@ def write_report(run: str | Path) -> Path:
         samples=[sample_step(data, step) for step in _first_and_last(data.folder.rollout_steps())],
         config=flat(data.config),
         manifest=flat(data.manifest),
-        written=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     )
     path = data.folder.path / "report.html"
     write_aside(path, page)
     return path
+
+
+def render(template: str, **values: Any) -> str:
+    """A page of this folder's templates, values escaped."""
+    environment = Environment(loader=PackageLoader("rise_rl.report", "."), autoescape=True, undefined=StrictUndefined)
+    environment.trim_blocks = environment.lstrip_blocks = True
+    written = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    return environment.get_template(template).render(written=written, **values)
 
 
 def write_figures(run: str | Path, folder: str | Path) -> list[Path]:
@@ -70,15 +76,7 @@ def heat_table(whole: HeatMap) -> dict[str, Any]:
     for topic, rows in heat.topics():
         lines = []
         for row in rows:
-            cells: list[dict[str, Any]] = []
-            for step in heat.steps:
-                share = row.share(step)
-                if share is None:
-                    cells.append({"text": "", "colours": None, "title": f"step {step}: no answer judged"})
-                    continue
-                count = f"{row.failures[step]:.3g}"
-                title = f"step {step}: {count} of {row.samples[step]} answers miss it"
-                cells.append({"text": count, "colours": heat_colour(share), "title": title})
+            cells = [heat_cell(row, step) for step in heat.steps]
             lines.append({"row": row, "cells": cells, "prompts": len(row.prompts)})
         shares = [heat.topic_share(all_rows[topic], step) for step in heat.steps]
         topics.append({"name": topic, "lines": lines, "shares": ["" if s is None else f"{s:.0%}" for s in shares]})
@@ -87,8 +85,22 @@ def heat_table(whole: HeatMap) -> dict[str, Any]:
         "topics": topics,
         "left_out": heat.left_out,
         "answers": sizes.pop() if len(sizes) == 1 else None,
-        "scale": [(f"{share:.0%}", heat_colour(share)[0]) for share in (0, 0.2, 0.4, 0.6, 0.8, 1)],
+        "scale": heat_scale(),
     }
+
+
+def heat_cell(row: Row, step: int) -> dict[str, Any]:
+    """Text, colours and title of one criterion at one evaluation."""
+    share = row.share(step)
+    if share is None:
+        return {"text": "", "colours": None, "title": f"step {step}: no answer judged"}
+    count = f"{row.failures[step]:.3g}"
+    title = f"step {step}: {count} of {row.samples[step]} answers miss it"
+    return {"text": count, "colours": heat_colour(share), "title": title}
+
+
+def heat_scale() -> list[tuple[str, str]]:
+    return [(f"{share:.0%}", heat_colour(share)[0]) for share in (0, 0.2, 0.4, 0.6, 0.8, 1)]
 
 
 def _first_and_last(steps: Sequence[int]) -> list[int]:
