@@ -186,6 +186,15 @@ class RolloutConfig(Section):
     )
 
     @model_validator(mode="after")
+    def _one_rank_an_engine(self) -> RolloutConfig:
+        if self.schedule == "overlapped" and self.vllm.tensor_parallel_size > 1:
+            raise ValueError(
+                "schedule: overlapped needs vllm.tensor_parallel_size 1, because ranks that hold one model together "
+                "must begin the same requests at the same time"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _full_distribution(self) -> RolloutConfig:
         if (self.top_p < 1 or self.top_k > 0) and not self.subset_sampling:
             raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -72,7 +72,7 @@ class VllmRollout:
         """
         mine, everyone = self._shared(requests)
         found: dict[int, Rollout] = {}
-        with self.stream(sampling) as stream:
+        with self._stream(sampling) as stream:
             tickets = stream.add(everyone)
             while stream.pending:
                 found.update(stream.advance())
@@ -80,9 +80,14 @@ class VllmRollout:
                     progress(sum(ticket in found for ticket in tickets[mine]))
         return [found[ticket] for ticket in tickets[mine]]
 
-    @contextmanager
-    def stream(self, sampling: Sampling) -> Iterator[VllmStream]:
+    def stream(self, sampling: Sampling) -> AbstractContextManager[VllmStream]:
         """Requests under way, to which more may be added. What is unfinished on leaving is dropped."""
+        if self.peers is not None:
+            raise ValueError("stream: ranks that hold one model together must begin the same requests at the same time")
+        return self._stream(sampling)
+
+    @contextmanager
+    def _stream(self, sampling: Sampling) -> Iterator[VllmStream]:
         check_subset(sampling)
         if self.tempering is None and sampling.subset:
             raise ValueError("sampling.subset: this engine was started without subset=True")

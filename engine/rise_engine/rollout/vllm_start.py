@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import random
 import signal
@@ -72,6 +73,7 @@ def imported() -> Iterator[Any]:
     with undisturbed(), silenced(), quiet():
         import vllm
 
+        logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # it may have been imported before
         yield vllm
 
 
