@@ -1,8 +1,9 @@
 """From sequences to micro-batches under a token budget.
 
 Two layouts. `shared_prompt`: responses to one prompt lie behind it in one packed row, prompt | response 1 |
-response 2 | ..., the prompt computed once, no padding anywhere (attention.py says which token sees which). `padded`:
-one sequence a row, rows of similar length together; for models whose attention cannot be told about spans.
+response 2 | ..., the prompt computed once, no padding anywhere (attention.py says which token sees which;
+`shared_prompt_flash` is the same through flash-attn, varlen.py). `padded`: one sequence a row, rows of similar length
+together; for models whose attention cannot be told about spans.
 
 Either way the head is applied only to the hidden states that predict a response token.
 """
@@ -21,8 +22,7 @@ from . import attention
 from .attention import Layout, Span
 from .varlen import VarlenLayout, why_not_flash
 
-PackedLayout = type[Layout] | type[VarlenLayout]
-LayoutName = Literal["shared_prompt", "padded"]
+LayoutName = Literal["shared_prompt", "shared_prompt_flash", "padded"]
 
 
 class HasTokens(Protocol):
@@ -63,9 +63,7 @@ class MicroBatch:
         return self.input_ids.numel()
 
 
-def choose_layout(
-    model: PreTrainedModel, wanted: Literal["auto", "sdpa", "flash_attention_2", "eager"]
-) -> tuple[LayoutName, PackedLayout]:
+def choose_layout(model: PreTrainedModel, wanted: Literal["auto", "sdpa", "flash_attention_2", "eager"]) -> LayoutName:
     """Gives the model its attention function; returns how its sequences are to be laid out.
 
     Raises ValueError, with the reason, where flash_attention_2 is asked for by name and cannot run.
@@ -76,9 +74,9 @@ def choose_layout(
     flash = wanted == "flash_attention_2" or (wanted == "auto" and no_flash is None)
     if wanted != "eager" and attention.why_not_packed(model) is None:
         model.set_attn_implementation(attention.NAME)
-        return "shared_prompt", VarlenLayout if flash else Layout
+        return "shared_prompt_flash" if flash else "shared_prompt"
     model.set_attn_implementation("flash_attention_2" if flash else "eager" if wanted == "eager" else "sdpa")
-    return "padded", Layout
+    return "padded"
 
 
 def plan_shared_prompt(sequences: Sequence[HasTokens], budget: int) -> list[list[Chunk]]:
@@ -133,26 +131,23 @@ def _first_fit(sizes: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def build(
-    sequences: Sequence[HasTokens],
-    chunks: Sequence[Chunk],
-    name: LayoutName,
-    *,
-    pad_id: int,
-    device: torch.device,
-    packed: PackedLayout = Layout,
+    sequences: Sequence[HasTokens], chunks: Sequence[Chunk], name: LayoutName, *, pad_id: int, device: torch.device
 ) -> MicroBatch:
-    """The tensors of one planned micro-batch. packed: how packed rows attend, through SDPA or flash-attn."""
-    if name == "shared_prompt":
-        return _shared_prompt(sequences, chunks, packed, device)
-    return _padded(sequences, chunks, pad_id, device)
+    """The tensors of one planned micro-batch."""
+    if name == "padded":
+        return _padded(sequences, chunks, pad_id, device)
+    return _shared_prompt(sequences, chunks, VarlenLayout if name == "shared_prompt_flash" else Layout, device)
 
 
 def plan(sequences: Sequence[HasTokens], budget: int, name: LayoutName) -> list[list[Chunk]]:
-    return (plan_shared_prompt if name == "shared_prompt" else plan_padded)(sequences, budget)
+    return (plan_padded if name == "padded" else plan_shared_prompt)(sequences, budget)
 
 
 def _shared_prompt(
-    sequences: Sequence[HasTokens], chunks: Sequence[Chunk], packed: PackedLayout, device: torch.device
+    sequences: Sequence[HasTokens],
+    chunks: Sequence[Chunk],
+    layout: type[Layout] | type[VarlenLayout],
+    device: torch.device,
 ) -> MicroBatch:
     ids: list[int] = []
     positions: list[int] = []
@@ -185,7 +180,7 @@ def _shared_prompt(
         position_ids=torch.tensor([positions], device=device),
         hidden_rows=torch.tensor(rows, device=device),
         target=torch.tensor(target, device=device),
-        layout=packed.of(spans, device),
+        layout=layout.of(spans, device),
     )
 
 

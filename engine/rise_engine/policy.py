@@ -80,7 +80,7 @@ class PolicyEngine:
         self.model = load_model(model, dtype=config.torch_dtype, attention="sdpa")
         self.stop_ids = stop_ids(self.model, self.tokenizer)
         self.pad_id = padding_id(self.tokenizer)
-        self.layout, self._packed = choose_layout(self.model, config.attention)
+        self.layout = choose_layout(self.model, config.attention)
         self.liger = apply_liger(self.model, config.liger)
         if config.lora is not None:
             lora.add_adapters(self.model, config.lora)
@@ -237,7 +237,7 @@ class PolicyEngine:
             yield
 
     def _build(self, sequences: Sequence[HasTokens], chunks: Sequence[Chunk]) -> MicroBatch:
-        return build(sequences, chunks, self.layout, pad_id=self.pad_id, device=self.device, packed=self._packed)
+        return build(sequences, chunks, self.layout, pad_id=self.pad_id, device=self.device)
 
     def _check_lengths(self, sequences: Sequence[HasTokens]) -> None:
         longest = max((len(s.prompt_ids) + len(s.response_ids) for s in sequences), default=0)
