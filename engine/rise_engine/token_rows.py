@@ -50,8 +50,9 @@ def make_rows(
         pieces = torch.tensor(values, dtype=torch.float32)
         return pieces.repeat_interleave(torch.tensor(batch.lengths)).to(device)
 
-    def per_token(name: str) -> Tensor | None:
-        if all(getattr(s, name) is None for s in chosen if not s.is_guide):
+    def per_token(name: str, *, needed: bool = False) -> Tensor | None:
+        """None where no row has the value; `needed`: NaN there, as a batch of guide rows alone needs none."""
+        if not needed and all(getattr(s, name) is None for s in chosen):
             return None
         return concatenated(chosen, name).to(device)
 
@@ -60,8 +61,8 @@ def make_rows(
         is_guide=constant([s.is_guide for s in chosen]).bool(),
         advantage=constant([NAN if s.is_guide else s.advantage for s in chosen]),
         old_logprob=per_token("old_logprob"),
-        ref_logprob=per_token("ref_logprob"),
-        behaviour_logprob=per_token("behaviour_logprob") if spec.is_cap is not None else None,
+        ref_logprob=per_token("ref_logprob", needed=spec.kl_coef != 0),
+        behaviour_logprob=per_token("behaviour_logprob", needed=True) if spec.is_cap is not None else None,
     )
 
 

@@ -88,3 +88,18 @@ def test_a_lora_run_needs_no_second_model(tiny_folder):
     assert stats[1].kl > 1e-9
     for old, new in zip(before, reference.score(natural, temperature=T)):
         assert torch.equal(old, new)
+
+
+@pytest.mark.parametrize("spec", [LossSpec(kl_coef=0.1), LossSpec(is_cap=2.0)])
+def test_a_micro_batch_of_guide_rows_alone_needs_neither_reference_nor_behaviour(tiny_folder, spec):
+    sequences = [
+        s
+        if s.is_guide
+        else replace(s, ref_logprob=(-5.0,) * len(s.response_ids), behaviour_logprob=(-5.0,) * len(s.response_ids))
+        for s in a_step()
+    ]
+    policy = PolicyEngine(tiny_folder("qwen3"), EngineConfig(**{**QUICK, "micro_batch_tokens": 1}), loss=spec)
+    apart = policy.train_step(sequences, temperature=T)
+    assert apart.micro_batches == len(sequences)
+    policy = PolicyEngine(tiny_folder("qwen3"), EngineConfig(**{**QUICK, "micro_batch_tokens": 1000}), loss=spec)
+    assert policy.train_step(sequences, temperature=T).loss == pytest.approx(apart.loss, rel=1e-5)
