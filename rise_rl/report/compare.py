@@ -6,6 +6,7 @@ range, heat maps count their answers together.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
@@ -46,7 +47,7 @@ class Group:
         names = [run.name for run in self.runs]
         alike = takewhile(lambda letters: len(set(letters)) == 1, zip(*names))
         common = "".join(letters[0] for letters in alike)
-        stem = common.rstrip("0123456789").rstrip("-_. ").removesuffix("seed").rstrip("-_. ")
+        stem = re.sub(r"([-_. ]+(seed|s))?[-_. ]*\d*$", "", common)
         return f"{stem or names[0]} ({len(self.runs)} seeds)"
 
     @property

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import re
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
@@ -53,6 +54,21 @@ def test_seeds_of_a_method_are_one_group(folders):
     assert [len(group.runs) for group in groups] == [3, 1]
     assert [group.name for group in groups] == ["rise (3 seeds)", "rubric"]
     assert len(group_runs(loaded(folders[::-1]))) == 2
+
+
+@pytest.mark.parametrize(
+    "names, shown",
+    [
+        (["rise-seed0", "rise-seed1"], "rise (2 seeds)"),
+        (["rise-s10", "rise-s11"], "rise (2 seeds)"),
+        (["m5_3", "m5_4"], "m5 (2 seeds)"),
+        (["runs", "runs-again"], "runs (2 seeds)"),
+        (["one", "two"], "one (2 seeds)"),
+    ],
+)
+def test_a_method_is_called_what_its_runs_have_in_common(folders, names, shown):
+    run = RunData.load(folders[0])
+    assert Group([replace(run, config={"name": name}) for name in names]).name == shown
 
 
 def test_a_curve_is_the_mean_of_the_seeds_within_their_range(folders):
