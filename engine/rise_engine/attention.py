@@ -45,6 +45,14 @@ class Span:
     def keys(self) -> int:
         return self.queries + self.prompt_stop - self.prompt_start
 
+    @property
+    def square(self) -> bool:
+        """Better computed with its prompt's queries again, which are then dropped: plain causal attention over
+        prompt + response, (P + R)^2 / 2 scores, instead of R (P + R) under a mask that hides some of them and that an
+        8192-token response cannot afford to hold.
+        """
+        return 2 * self.queries >= self.keys
+
     def key_rows(self) -> Tensor:
         return torch.cat([torch.arange(self.prompt_start, self.prompt_stop), torch.arange(self.start, self.stop)])
 
@@ -81,11 +89,14 @@ class Layout:
         order: list[Tensor] = []
         offset = 0
         for group in _similar(spans):
-            longest_q, longest_k = max(s.queries for s in group), max(s.keys for s in group)
-            queries += [_padded(torch.arange(s.start, s.stop), longest_q) for s in group]
-            keys += [_padded(s.key_rows(), longest_k) for s in group]
-            mask = None
-            if any(s.keys > s.queries or s.queries < longest_q for s in group):
+            square = group[0].square
+            longest_k = max(s.keys for s in group)
+            longest_q = longest_k if square else max(s.queries for s in group)
+            key = [_padded(s.key_rows(), longest_k) for s in group]
+            keys += key
+            queries += key if square else [_padded(torch.arange(s.start, s.stop), longest_q) for s in group]
+            mask = None  # where it is causal, padding comes after everything that is kept
+            if not square:
                 # Query i sees keys 0 .. i + (keys - queries). Padded queries see key 0 too, so that no row is empty.
                 reach = torch.tensor([s.keys - s.queries for s in group])[:, None, None]
                 mask = torch.arange(longest_k)[None, None] <= torch.arange(longest_q)[None, :, None] + reach
@@ -93,8 +104,8 @@ class Layout:
                 mask = mask[:, None].to(device)
             batches.append(SpanBatch(len(group), longest_q, longest_k, mask))
             for i, s in enumerate(group):
-                rows = torch.arange(s.start, s.stop)
-                order.append(torch.stack([rows, offset + i * longest_q + rows - s.start]))
+                first = offset + i * longest_q + (s.keys - s.queries if square else 0)
+                order.append(torch.stack([torch.arange(s.start, s.stop), torch.arange(first, first + s.queries)]))
             offset += len(group) * longest_q
         token, place = torch.cat(order, dim=1)
         back = torch.empty(len(token), dtype=torch.long)
@@ -134,9 +145,10 @@ class Attends(Protocol):
 
 def _similar(spans: Sequence[Span]) -> list[list[Span]]:
     groups: list[list[Span]] = []
-    for span in sorted(spans, key=lambda s: (s.keys, s.queries), reverse=True):
+    for span in sorted(spans, key=lambda s: (s.square, s.keys, s.queries), reverse=True):
         first = groups[-1][0] if groups else None
-        if first and first.keys <= MAX_STRETCH * span.keys and _close(first.queries, span.queries):
+        alike = first is not None and first.square == span.square and first.keys <= MAX_STRETCH * span.keys
+        if first and alike and (span.square or _close(first.queries, span.queries)):
             groups[-1].append(span)
         else:
             groups.append([span])

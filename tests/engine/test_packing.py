@@ -54,20 +54,29 @@ def test_a_prompt_shared_by_eight_responses_is_computed_once():
     assert batch.tokens == 50 + 8 * 9  # the last token of a response predicts nothing
 
 
-def test_a_prompt_with_one_response_needs_no_mask():
+def test_a_response_longer_than_its_prompt_needs_no_mask():
     """A mask of an 8192-token response is 64 MiB, in float32 four times that, and hides half of what it computes."""
-    sequences = [Tokens((7, 8, 9), (1, 2, 3, 4)), Tokens((5,), (1, 2))]
+    sequences = [
+        Tokens((7, 8, 9), (1, 2, 3, 4)),
+        Tokens((5,), (1, 2)),
+        Tokens((5,), (1,) * 9),
+        Tokens((6,) * 8, (1, 2, 3)),
+    ]
+    sequences.append(Tokens((6,) * 8, (4, 5)))
     batch = build(
         sequences, plan(sequences, 100, "shared_prompt")[0], "shared_prompt", pad_id=0, device=torch.device("cpu")
     )
     assert batch.layout is not None
-    assert [(b.queries, b.keys, b.mask) for b in batch.layout.batches] == [(6, 6, None), (2, 2, None)]
+    found = {(b.count, b.queries, b.keys, b.mask is None) for b in batch.layout.batches}
+    masked = {f for f in found if not f[-1]}
+    assert masked == {(1, 2, 10, False), (1, 1, 9, False)}
 
 
 def test_layout_attends_like_the_written_out_mask():
     """Against softmax attention under a mask built token by token from the definition."""
     torch.manual_seed(0)
     spans = [Span(0, 5), Span(5, 8, 0, 5), Span(8, 9, 0, 5), Span(9, 12), Span(12, 21, 9, 12), Span(21, 28, 9, 12)]
+    assert {s.square for s in spans} == {True, False}
     total, heads, kv_heads, d = 28, 4, 2, 8
     q = torch.randn(1, heads, total, d)
     k, v = torch.randn(1, kv_heads, total, d), torch.randn(1, kv_heads, total, d)
