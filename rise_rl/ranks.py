@@ -76,6 +76,10 @@ class Ranks:
         """Whether the flag is set on any rank."""
         return any(self.gather(lambda: flag))
 
+    def all_raise(self, error: BaseException) -> bool:
+        """Whether every rank is handling this error, so that they can do something about it together."""
+        return self.world_size == 1 or agreement.failed_rank(error) is not None
+
 
 def launched() -> bool:
     """Whether a launcher (torchrun, deepspeed, Slurm with the variables exported) says that we are one of several."""
@@ -152,16 +156,14 @@ def _my_rank() -> int:
 
 
 def _unexpected(error: Exception) -> str:
-    trace = "".join(traceback.format_exception(error)).rstrip()
     if _lost_contact(error):
         return (
-            f"{trace}\n\nlost contact with another rank, whose process ended without a word of its own (killed, or out "
-            "of memory?). The last checkpoint stands: go on with --resume"
+            "lost contact with another rank, whose process ended without a word of its own (killed, or out of "
+            f"memory?). The last checkpoint stands: go on with --resume. ({error})"
         )
-    return trace
+    return "".join(traceback.format_exception(error)).rstrip()
 
 
 def _lost_contact(error: Exception) -> bool:
     text = str(error).lower()
-    signs = ("connection closed by peer", "connection reset by peer", "gloo", "timed out")
-    return isinstance(error, dist.DistBackendError) or any(sign in text for sign in signs)
+    return isinstance(error, dist.DistBackendError) or "gloo/transport" in text or "connection closed by peer" in text

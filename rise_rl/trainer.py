@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rise_engine.checkpoint import CheckpointStore
+from rise_engine.checkpoint import CheckpointError, CheckpointStore
 from rise_engine.errors import EngineError
 from rise_engine.memory import peak_memory_gib
 from rise_engine.parity import parity_probe
@@ -96,8 +96,9 @@ class Trainer:
         """
         try:
             return self._train()
-        except (RiseError, EngineError):
-            if self.history and self.history[-1]["step"] == self.done:
+        except (RiseError, EngineError) as error:
+            worth_it = self.ranks.all_raise(error) and not isinstance(error, CheckpointError)
+            if worth_it and self.history and self.history[-1]["step"] == self.done:
                 self.save()
             raise
 
@@ -174,7 +175,7 @@ class Trainer:
                 self.heldout,
                 self.rollouts,
                 self.grader,
-                self.sampler.sampling,
+                self.sampler.sampling.whole(),  # so that methods compare
                 prompt_of=lambda e: self.sampler.render(e.messages),
                 samples=self.config.evaluation.samples,
                 seed=self.config.seed,

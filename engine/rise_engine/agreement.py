@@ -57,6 +57,12 @@ def failed_rank(error: BaseException) -> int | None:
     return getattr(error, "failed_rank", None)
 
 
+def everywhere(error: T) -> T:
+    """`error`, which every rank raises by itself with the same message: known to all, and rank 0's to tell."""
+    error.failed_rank = 0  # type: ignore[attr-defined]
+    return error
+
+
 def instead(error: BaseException, better: T) -> T:
     """`better`, to be raised in place of `error`: known to all ranks if that one was."""
     if failed_rank(error) is not None:

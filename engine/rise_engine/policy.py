@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from rise_kernels.results import RiseLoss, TokenStats
 from rise_kernels.token_losses import LossSpec, TokenRows
 
-from . import lora, state
+from . import agreement, lora, state
 from .config import EngineConfig
 from .deepspeed_config import deepspeed_config
 from .distributed import all_ranks_max, all_ranks_sum, init_distributed, seed_everything
@@ -181,9 +181,10 @@ class PolicyEngine:
     def _update(self, rate: float, statistics: StepStatistics, sequences: Sequence[TrainSequence]) -> float:
         """The optimizer step; returns the gradient norm before clipping."""
         if not all(map(math.isfinite, statistics.total_loss())):
-            culprits = statistics.non_finite(sequences)
-            where = f"in sequences {', '.join(culprits)}" if culprits else "on another rank"
-            raise NonFiniteError(f"step {self.step + 1}: the loss is not finite ({where}); nothing was updated")
+            culprits = [uid for uids in agreement.gather(statistics.non_finite, sequences) for uid in uids]
+            where = f"in sequences {', '.join(culprits)}" if culprits else "in its sum, while every token's is"
+            message = f"step {self.step + 1}: the loss is not finite ({where}); nothing was updated"
+            raise agreement.everywhere(NonFiniteError(message))
         for group in self.engine.optimizer.param_groups:
             group["lr"] = rate
         try:
@@ -197,11 +198,9 @@ class PolicyEngine:
         return float(self.engine.get_global_grad_norm())
 
     def _bad_norm(self, sequences: Sequence[TrainSequence]) -> NonFiniteError:
-        uids = sorted({s.uid for s in sequences})
-        return NonFiniteError(
-            f"step {self.step + 1}: the gradient norm is not finite though every loss is (prompts {', '.join(uids)}); "
-            "nothing was updated"
-        )
+        uids = sorted({uid for uids in agreement.gather(lambda: {s.uid for s in sequences}) for uid in uids})
+        message = f"step {self.step + 1}: the gradient norm is not finite though every loss is (prompts "
+        return agreement.everywhere(NonFiniteError(f"{message}{', '.join(uids)}); nothing was updated"))
 
     # --- log-probs -------------------------------------------------------------------------------------------------
 
