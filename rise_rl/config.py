@@ -175,7 +175,8 @@ class RolloutConfig(Section):
     subset_sampling: bool = Field(
         False,
         description="Allow top_p < 1 and top_k > 0 (RuscaRL's recipe): answers then come from a part of the "
-        "distribution, while the log-probs in training stay those of the whole one.",
+        "distribution, while the log-probs in training stay those of the whole one. Held-out answers always come from "
+        "the whole one, so that runs compare.",
     )
     max_rows: Positive = Field(64, description="Answers decoded together, on each rank.")
     parity_tolerance: float | None = Field(

@@ -71,7 +71,7 @@ def evaluate_model(config: Config, console: Console) -> dict[str, Any]:
             examples[: config.evaluation.prompts],
             rollouts,
             grader,
-            sampling_of(config.rollout),
+            sampling_of(config.rollout).whole(),
             prompt_of=lambda e: render_prompt(policy.tokenizer, e.messages, config.data.chat_template),
             samples=config.evaluation.samples,
             seed=config.seed,

@@ -9,6 +9,7 @@ import yaml
 
 import rise_rl.trainer
 from rise_engine.prompts import render_prompt
+from rise_engine.rollout.transformers import TransformersRollout
 from rise_rl.data import load_examples
 from rise_rl.scaffold import shown_count, strength
 from tests.tiny import tiny_tokenizer
@@ -83,6 +84,26 @@ def test_ruscarl_scaffolds_the_group_and_learns_under_the_bare_prompt(tiny_confi
     assert metrics[1]["kl"] > 0
     assert metrics[1]["ratio/max"] != 1.0
     assert [m["lr"] for m in metrics] == [0.001, 0.001]
+
+
+def test_held_out_answers_are_sampled_from_the_whole_distribution_whatever_the_method(tiny_config, monkeypatch):
+    used = []
+    generate = TransformersRollout.generate
+
+    def spy(self, requests, sampling, *rest):
+        used.append((requests[0].uid.split("-")[0], sampling.top_p, sampling.top_k, sampling.temperature))
+        return generate(self, requests, sampling, *rest)
+
+    monkeypatch.setattr(TransformersRollout, "generate", spy)
+    config = tiny_config(steps=2, evaluation__every=2, checkpoint__every=0)
+    run(
+        config,
+        *keys_of("ruscarl", grpo__mini_batch_prompts=1, scaffold__budget_tokens=256),
+        "rollout.engine=transformers",
+    )
+    assert ("train", 0.8, 20, 0.7) in used
+    assert ("heldout", 1.0, 0, 0.7) in used
+    assert {u[1:] for u in used if u[0] == "heldout"} == {(1.0, 0, 0.7)}
 
 
 def test_a_scaffold_that_does_not_fit_loses_what_was_drawn_last(tiny_config):
