@@ -96,17 +96,19 @@ def resident_peak_bytes(step: Callable[[], Any]) -> int | None:
     except OSError:
         return None
 
-    def status(key: str) -> int:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith(key):
-                return int(line.split()[1]) << 10
-        raise LookupError(key)
-
-    before = status("VmRSS")
+    before = status_bytes("VmRSS")
     result = step()
-    peak = status("VmHWM") - before
+    peak = status_bytes("VmHWM") - before
     del result
     return peak
+
+
+def status_bytes(key: str) -> int:
+    """A size of this process from /proc/self/status: VmRSS (now), VmHWM (its peak). Linux only."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key):
+            return int(line.split()[1]) << 10
+    raise LookupError(key)
 
 
 def environment(device: str) -> dict[str, Any]:

@@ -135,6 +135,28 @@ def sft(
 
 
 @app.command()
+def plan(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks that share the work.")] = 1,
+    device_memory: Annotated[
+        float | None, typer.Option(help="Plan for GPUs of so many GiB instead of this machine.")
+    ] = None,
+    model_config: Annotated[Path | None, typer.Option(help="The config.json of a model that is not here.")] = None,
+) -> None:
+    """Say what a run will hold in memory and what to change if it does not fit; exit code 1 if it does not."""
+    with errors_for_people():
+        from .config import load_config
+        from .plan import plan_run, show
+
+        loaded = load_config(config, overrides or [])
+        found = plan_run(loaded, ranks=ranks, device_gib=device_memory, model_config=model_config)
+        show(found, console)
+    if not found.fits:
+        raise typer.Exit(1)
+
+
+@app.command()
 def report(run: RunPath) -> None:
     """Write RUN/report.html from what a run has left so far."""
     with errors_for_people():

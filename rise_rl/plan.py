@@ -1,0 +1,186 @@
+"""`rise-rl plan`: what a run will hold in memory, and what to change if it does not fit. Nothing is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from rise_engine.memory_advice import Advice, advise
+from rise_engine.memory_plan import (
+    ROWS,
+    MemoryPlan,
+    ModelShape,
+    Setting,
+    Workload,
+    activations,
+    full_logits,
+    head_workspace,
+    plan_memory,
+)
+from rise_engine.model_shapes import PUBLISHED, model_shape
+from rise_engine.plan_settings import setting_of
+
+from .config import Config, ConfigError
+from .fetch import resolve_model
+
+GIB = 2**30
+RESERVE = 1 * GIB
+"""The process itself: code, CUDA context, communication libraries."""
+USABLE = 0.95
+"""Of the rest: allocators keep some memory in pieces that are too small. An estimate."""
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """device_bytes: memory of one rank's device (of its share of the host where on_cpu)."""
+
+    shape: ModelShape
+    work: Workload
+    setting: Setting
+    device_bytes: int
+    memory: MemoryPlan
+    advice: list[Advice]
+
+    @property
+    def limit(self) -> float:
+        return max(0.0, (self.device_bytes - RESERVE) * USABLE)
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.peak <= self.limit
+
+
+def plan_run(
+    config: Config, *, ranks: int = 1, device_gib: float | None = None, model_config: Path | None = None
+) -> RunPlan:
+    """device_gib: plan for a GPU of that size; None: for this machine's GPU, or its host memory shared by the ranks.
+
+    Raises ConfigError or FetchError, naming the model, where its shape cannot be had.
+    """
+    on_cpu = device_gib is None and not torch.cuda.is_available()
+    device_bytes = round(device_gib * GIB) if device_gib is not None else _memory_here(ranks)
+    shape = _shape(config, model_config)
+    work = workload(config, shape, ranks)
+    # `auto` is vLLM where it is installed: on a GPU machine to come it is taken to be.
+    chosen = config.rollout.engine
+    with_vllm = chosen == "vllm" or (chosen == "auto" and (not on_cpu or find_spec("vllm") is not None))
+    setting = setting_of(
+        config.engine,
+        ranks=ranks,
+        on_cpu=on_cpu,
+        reference=config.grpo.kl_coef > 0,
+        vllm=config.rollout.vllm if with_vllm else None,
+    )
+    memory = plan_memory(shape, work, setting, device_bytes)
+    limit = RunPlan(shape, work, setting, device_bytes, memory, []).limit
+    return RunPlan(shape, work, setting, device_bytes, memory, advise(shape, work, setting, limit, device_bytes))
+
+
+def workload(config: Config, shape: ModelShape, ranks: int) -> Workload:
+    """The longest prompt and answer that the configuration allows, in every place of a group."""
+    grpo, guidance = config.grpo, config.guidance
+    group = grpo.group_size + (guidance.rollouts if guidance.enabled else 0)
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_new_tokens
+    packed = config.engine.attention in ("auto", "sdpa")
+    prompts = -(-(grpo.prompts_per_step // grpo.updates_per_step) // ranks)
+    tokens = prompts * (prompt + group * response if packed else group * (prompt + response))
+    hint = guidance.budget_tokens if guidance.enabled else config.scaffold.budget_tokens
+    return Workload(
+        prompt=prompt,
+        response=response,
+        group=group,
+        micro_batch=config.engine.micro_batch_tokens,
+        packed=packed,
+        several=tokens > config.engine.micro_batch_tokens,
+        rows=config.rollout.max_rows,
+        hint=hint if config.hints else 0,
+    )
+
+
+def _shape(config: Config, model_config: Path | None) -> ModelShape:
+    if model_config is None and config.model in PUBLISHED:
+        return PUBLISHED[config.model]
+    source = resolve_model(config.model) if model_config is None else model_config
+    try:
+        shape = model_shape(source)
+    except ValueError as error:
+        raise ConfigError(f"model: {error}") from error
+    return shape
+
+
+def _memory_here(ranks: int) -> int:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_properties(0).total_memory
+    import psutil
+
+    return psutil.virtual_memory().total // ranks
+
+
+def show(plan: RunPlan, console: Console) -> None:
+    memory, work, setting = plan.memory, plan.work, plan.setting
+    where = "of host memory a rank" if setting.on_cpu else "of GPU memory"
+    kind = {2: "bfloat16", 4: "float32"}[setting.dtype_bytes]
+    console.print(
+        f"{plan.shape.parameters / 1e9:.2f} billion parameters, {kind}, ZeRO {setting.stage}, {setting.ranks} rank(s), "
+        f"{_gib(plan.device_bytes)} GiB {where}; a micro-batch of at most {work.tokens} tokens, {work.scored} of them "
+        "scored",
+        highlight=False,
+    )
+    table = Table("GiB a rank", *(p for p in memory.phases), box=SIMPLE_HEAD, padding=(0, 1))
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in ROWS:
+        amounts = [memory.phases[p].get(row, 0.0) for p in memory.phases]
+        if any(amounts):
+            table.add_row(row, *(_gib(a) if a else "" for a in amounts))
+    table.add_section()
+    table.add_row(
+        "total",
+        *[
+            f"[bold]{_gib(memory.total(p))}[/bold]" if p == memory.peak_phase else _gib(memory.total(p))
+            for p in memory.phases
+        ],
+    )
+    console.print(table)
+    for line in notes(plan):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def notes(plan: RunPlan) -> list[str]:
+    """What the table does not say, the verdict, and the advice."""
+    shape, work, setting, memory = plan.shape, plan.work, plan.setting, plan.memory
+    packed, padded = work.prompt + work.group * work.response, work.group * (work.prompt + work.response)
+    other = replace(setting, checkpointing=not setting.checkpointing)
+    state = ("with", "without") if setting.checkpointing else ("without", "with")
+    lines = [
+        f"head: {_gib(head_workspace(shape, work, setting))} GiB of workspace; float32 logits of the same "
+        f"{work.scored} rows and their gradient would take {_gib(full_logits(shape, work))} GiB",
+        f"activations {state[0]} checkpointing {_gib(activations(shape, work, setting)[1])} GiB, {state[1]} "
+        f"{_gib(activations(shape, work, other)[1])} GiB",
+        f"a prompt's group of {work.group} at full length: {packed} tokens packed, {padded} padded "
+        f"({'packed' if work.packed else 'padded'} here)",
+    ]
+    if memory.host:
+        held = ", ".join(f"{what} {_gib(amount)}" for what, amount in memory.host.items())
+        lines.append(f"host memory a rank, in GiB: {held}")
+    usable = f"{_gib(plan.limit)} GiB usable (all but {_gib(RESERVE)} GiB for the process and {1 - USABLE:.0%})"
+    if plan.fits:
+        return [*lines, f"fits: peak {_gib(memory.peak)} GiB ({memory.peak_phase}), {usable}"]
+    lines.append(f"does NOT fit: peak {_gib(memory.peak)} GiB ({memory.peak_phase}), {usable}")
+    for change in plan.advice:
+        lines.append(f"  {change.key}={change.value}: saves {_gib(change.saves)} GiB, peak {_gib(change.peak)} GiB")
+    last = plan.advice[-1].peak if plan.advice else memory.peak
+    if last > plan.limit:
+        more = "a rank with more memory" if setting.stage < 3 and setting.ranks == 1 else "more ranks or more memory"
+        lines.append(f"  not enough: {_gib(last)} GiB is left after these; take {more}, or shorter lengths")
+    return lines
+
+
+def _gib(amount: float) -> str:
+    return f"{amount / GIB:.2f}"
