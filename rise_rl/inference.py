@@ -13,6 +13,7 @@ from rise_engine.checkpoint import CheckpointStore
 from rise_engine.files import new_folder
 from rise_engine.frozen import FrozenPolicy
 from rise_engine.loading import load_tokenizer
+from rise_engine.parity import parity_probe
 from rise_engine.policy import PolicyEngine
 from rise_engine.prompts import render_prompt
 from rise_engine.rollout.base import RolloutRequest, Sampling
@@ -25,6 +26,7 @@ from .fetch import resolve_model
 from .graders.base import Message
 from .launch import blaming, check_context, fitting, grader_for
 from .progress import Progress
+from .rollout_choice import choose, make_rollouts
 from .run_folder import RunFolder, RunFolderError
 from .sft_config import run_config
 from .step_sampler import sampling_of
@@ -64,8 +66,12 @@ def evaluate_model(config: Config, console: Console) -> dict[str, Any]:
         policy = FrozenPolicy(resolve_model(config.model), dtype=config.engine.torch_dtype)
     check_context(config, policy.context_length, guidance=False)
     examples = fitting(examples, policy.tokenizer, config.data, console, config.data.heldout)
-    rollouts = TransformersRollout(policy, max_rows=config.rollout.max_rows)
+    choice = choose(config, policy)
+    console.print(str(choice), highlight=False)
+    with blaming("rollout"):
+        rollouts = make_rollouts(choice, config, policy)
     rollouts.sync(policy.step)
+    parity_probe(rollouts, policy, tolerance=config.rollout.parity_tolerance)
     with Progress(0, console=console) as progress:
         return evaluate(
             examples[: config.evaluation.prompts],

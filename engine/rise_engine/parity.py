@@ -9,6 +9,7 @@ import torch
 
 from . import agreement
 from .errors import EngineError
+from .frozen import FrozenPolicy
 from .policy import PolicyEngine
 from .rollout.base import RolloutEngine, RolloutRequest, Sampling
 
@@ -25,7 +26,9 @@ class ParityError(EngineError):
     """Rollout engine and trainer disagree about the log-probs of the same tokens."""
 
 
-def parity_probe(rollouts: RolloutEngine, policy: PolicyEngine, *, tolerance: float | None = None) -> float:
+def parity_probe(
+    rollouts: RolloutEngine, policy: PolicyEngine | FrozenPolicy, *, tolerance: float | None = None
+) -> float:
     """Largest |engine - trainer| log-prob over a short answer to a fixed prompt, over the engines of all ranks.
 
     ParityError above `tolerance` nats (None: TOLERANCE of the policy's type), on every rank, naming the wrong ones.
@@ -34,7 +37,7 @@ def parity_probe(rollouts: RolloutEngine, policy: PolicyEngine, *, tolerance: fl
     time and longer than a block of a prefix cache, so that blocks kept over an update do. It goes through the engine's
     public `generate`, so that any engine can be probed. Collective.
     """
-    tolerance = tolerance or TOLERANCE[policy.config.torch_dtype]
+    tolerance = tolerance or TOLERANCE[policy.model.dtype]
     prompt = probe_prompt(policy)
     sampling = Sampling(max_new_tokens=PROBE_TOKENS, temperature=PROBE_TEMPERATURE)
     requests = [RolloutRequest("parity-probe", 0, prompt, seed=0)]
@@ -59,6 +62,6 @@ def parity_probe(rollouts: RolloutEngine, policy: PolicyEngine, *, tolerance: fl
     return max(gap for gap, _ in found)
 
 
-def probe_prompt(policy: PolicyEngine) -> tuple[int, ...]:
+def probe_prompt(policy: PolicyEngine | FrozenPolicy) -> tuple[int, ...]:
     text = policy.tokenizer.encode(PROBE_TEXT)
     return tuple(islice(cycle(text), min(PROBE_PROMPT, policy.context_length - PROBE_TOKENS)))

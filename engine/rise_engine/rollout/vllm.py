@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from ..agreement import world_size
 from ..policy import PolicyEngine
 from ..weight_sync import SyncReport, WeightSync, offload_optimizer
 from .base import Rollout, RolloutRequest, Sampling
@@ -203,7 +204,7 @@ class VllmStream:
 
 def _peers(size: int) -> Any:
     """The process group of the ranks that hold one model together; None if each holds its own."""
-    world = dist.get_world_size()
+    world = world_size()
     if world % size:
         raise ValueError(f"tensor_parallel_size: expected a divisor of the number of ranks ({world}), found {size}")
     if size == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import logging
 import os
@@ -10,14 +11,15 @@ import signal
 import sys
 import tempfile
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
-import torch.distributed as dist
 
+from ..agreement import world_size
 from ..loading import quiet
 from .vllm_config import VllmConfig
 
@@ -42,9 +44,13 @@ CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """What vLLM's attention on a CPU is compiled for. Known here, so that a model it cannot serve costs no import."""
 
 
+def installed() -> bool:
+    return importlib.util.find_spec("vllm") is not None
+
+
 def why_not(policy: PolicyEngine | FrozenPolicy) -> str | None:
     """What keeps vLLM from serving the policy's model on this machine; None if nothing does."""
-    if importlib.util.find_spec("vllm") is None:
+    if not installed():
         return "vLLM is not installed"
     width = head_dim(policy)
     if policy.device.type == "cpu" and width not in CPU_HEAD_DIMS:
@@ -87,7 +93,19 @@ def start(
     """
     settings = arguments(policy, context_length=context_length, max_rows=max_rows, subset=subset, config=config)
     with imported() as vllm:
-        return vllm.LLM(**settings)
+        llm = vllm.LLM(**settings)
+    # vLLM's own clean-up also destroys the default process group, which is the trainer's.
+    client = llm.llm_engine.engine_core
+    client._finalizer.detach()
+    weakref.finalize(llm, close, client.engine_core)
+    return llm
+
+
+def close(core: Any) -> None:
+    """Gives back what an engine that nobody holds any longer has taken."""
+    core.model_executor.shutdown()
+    core.scheduler.shutdown()
+    gc.unfreeze()
 
 
 def arguments(
@@ -108,7 +126,7 @@ def arguments(
         "tensor_parallel_size": config.tensor_parallel_size,
         "seed": 0,  # every request brings its own
     }
-    if dist.get_world_size() > 1:
+    if world_size() > 1:
         chosen["distributed_executor_backend"] = "external_launcher"
     if on_gpu:
         chosen |= {"gpu_memory_utilization": config.memory_fraction, "enable_sleep_mode": config.sleep > 0}
