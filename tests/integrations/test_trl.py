@@ -49,6 +49,16 @@ def test_five_steps_of_training_are_trls(folders, tmp_path, kind, options):
     assert moved > 1e-4
 
 
+def test_bfloat16_autocast(folders, tmp_path):
+    """TRL's default on a GPU. Its logits are rounded to bfloat16 (1 part in 256), ours are not."""
+    options = {"bf16": True, "max_steps": 1, "beta": 0.1}
+    own, _ = trained(GRPOTrainer, folders["qwen3"], tmp_path, options)
+    rise, _ = trained(RiseGRPOTrainer, folders["qwen3"], tmp_path, options)
+    ours, theirs = logged(rise)[0], logged(own)[0]
+    assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=2e-2)
+    assert ours["entropy"] == pytest.approx(theirs["entropy"], rel=4e-3)
+
+
 def test_a_batch_of_truncated_answers_alone_moves_nothing(folders, tmp_path):
     options = {"mask_truncated_completions": True, "max_completion_length": 3, "weight_decay": 0.0}
     trainer, start = trained(RiseGRPOTrainer, folders["qwen3"], tmp_path, options)
