@@ -21,37 +21,37 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from . import checks, reference
-from .autograd import FusedCall, StatsCall, apply_fused, apply_stats, wanted
-from .backend import LinearHead, Options
+from . import checks, compiled, reference
+from .autograd import apply_fused, apply_stats, wanted
+from .backend import Options
+from .calls import Head, fused_call, plan_losses, plan_stats, stats_call
 from .results import GuideLoss, PolicyLoss, RiseLoss, TokenStats
-from .rows import plan_rows, power_of_two_scale
 from .select import BackendName, select_backend
-from .token_losses import GuideKind, KlEstimator, LossSpec, TokenRows, loss_parts
+from .token_losses import GuideKind, KlEstimator, LossSpec, loss_parts
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _outside_compile(function: Callable[P, R]) -> Callable[P, R]:
-    """torch.compile breaks the graph at this function and calls it as it is: a loop over chunks whose bounds are read
-    from the data gains nothing from being traced. (A plain torch.compiler.disable would import the compiler here.)"""
+def _reference_outside_compile(function: Callable[P, R]) -> Callable[P, R]:
+    """torch.compile breaks the graph at the reference backend, plain autograd around what is read from the data; the
+    others are custom operators there (`compiled`). (A plain torch.compiler.disable would import the compiler here.)"""
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and kwargs.get("backend") == "reference":
             return torch.compiler.disable(function)(*args, **kwargs)
         return function(*args, **kwargs)
 
     return call
 
 
-@_outside_compile
+@_reference_outside_compile
 def linear_logprob(
     hidden: Tensor,
     weight: Tensor,
@@ -70,20 +70,22 @@ def linear_logprob(
     Differentiable through all three with any upstream gradient; costs 8 N V D FLOPs with a backward pass (the logits
     are computed again) and 2 N V D without. A loss of this library costs 6. Shapes, keywords, errors: see the module.
     """
-    checks.check_head(hidden, weight, target, bias, temperature, softcap, ignore_index, options)
+    args = Head(hidden, weight, target, bias, temperature, softcap, ignore_index)
+    checks.check_head(*args, options)
+    args, options = args.in_compute_dtype(), options or Options()
+    if torch.compiler.is_compiling():
+        return compiled.logprob(args, with_entropy, backend, options, wanted(args.hidden, weight, bias))
     chosen = select_backend(backend, hidden.device)
-    plan = plan_rows(target, weight.shape[0], ignore_index)
-    rows = plan.head(_compute_dtype(hidden))
-    head = LinearHead(rows, weight, plan.take(target), bias, temperature, softcap, plan.order)
+    plan, head = plan_stats(args)
     if chosen is None:
         stats = reference.stats(head, with_entropy=with_entropy)
     else:
-        call = StatsCall(chosen, head.target, plan.order, temperature, softcap, with_entropy, options or Options())
-        stats = apply_stats(rows, weight, bias, call, wanted(rows, weight, bias))
+        call = stats_call(chosen, plan, head, with_entropy, options)
+        stats = apply_stats(head.hidden, weight, bias, call, wanted(head.hidden, weight, bias))
     return TokenStats(*(None if x is None else plan.put(x) for x in stats))
 
 
-@_outside_compile
+@_reference_outside_compile
 def linear_guide_loss(
     hidden: Tensor,
     weight: Tensor,
@@ -108,12 +110,12 @@ def linear_guide_loss(
     """
     spec = LossSpec(gamma=gamma, guide=guide)
     vectors = {"token_weight": token_weight}
-    head = _Head(hidden, weight, target, bias, temperature, softcap, ignore_index)
+    head = Head(hidden, weight, target, bias, temperature, softcap, ignore_index)
     out = _token_loss(head, spec, vectors, None, with_entropy, backend, options)
     return GuideLoss(out.loss, out.token_loss, out.logprob, out.entropy, out.support)
 
 
-@_outside_compile
+@_reference_outside_compile
 def linear_policy_loss(
     hidden: Tensor,
     weight: Tensor,
@@ -163,12 +165,12 @@ def linear_policy_loss(
         "ref_logprob": ref_logprob,
         "behaviour_logprob": behaviour_logprob,
     }
-    head = _Head(hidden, weight, target, bias, temperature, softcap, ignore_index)
+    head = Head(hidden, weight, target, bias, temperature, softcap, ignore_index)
     out = _token_loss(head, spec, vectors, None, with_entropy, backend, options)
     return PolicyLoss(out.loss, out.token_loss, out.logprob, out.entropy, out.ratio, out.clipped, out.kl)
 
 
-@_outside_compile
+@_reference_outside_compile
 def linear_rise_loss(
     hidden: Tensor,
     weight: Tensor,
@@ -211,24 +213,12 @@ def linear_rise_loss(
         "ref_logprob": ref_logprob,
         "behaviour_logprob": behaviour_logprob,
     }
-    head = _Head(hidden, weight, target, bias, temperature, softcap, ignore_index)
+    head = Head(hidden, weight, target, bias, temperature, softcap, ignore_index)
     return _token_loss(head, spec, vectors, is_guide, with_entropy, backend, options)
 
 
-class _Head(NamedTuple):
-    """The arguments that all functions share."""
-
-    hidden: Tensor
-    weight: Tensor
-    target: Tensor
-    bias: Tensor | None
-    temperature: float
-    softcap: float | None
-    ignore_index: int
-
-
 def _token_loss(
-    args: _Head,
+    args: Head,
     spec: LossSpec,
     vectors: dict[str, Tensor | None],
     is_guide: Tensor | None,
@@ -240,23 +230,18 @@ def _token_loss(
     checks.check_head(*args, options)
     checks.check_spec(spec)
     checks.check_rows(args.hidden, spec, is_guide=is_guide, **vectors)
+    args, options = args.in_compute_dtype(), options or Options()
+    if torch.compiler.is_compiling():
+        needs = wanted(args.hidden, args.weight, args.bias)
+        return compiled.token_loss(args, spec, vectors, is_guide, with_entropy, backend, options, needs)
     chosen = select_backend(backend, args.hidden.device)
-    rows, coefficient_bound = _token_rows(vectors, is_guide, spec, args.target)
-    plan = plan_rows(
-        args.target, args.weight.shape[0], args.ignore_index, rows.token_weight != 0, coefficient_bound != 0
-    )
-    hidden = plan.head(_compute_dtype(args.hidden))
-    head = LinearHead(
-        hidden, args.weight, plan.take(args.target), args.bias, args.temperature, args.softcap, plan.order
-    )
-    rows = rows.map(plan.take)
+    plan, head, rows, bound = plan_losses(args, spec, vectors, is_guide)
     if chosen is None:
         loss, stats, losses = reference.fused_loss(head, rows, spec, with_entropy=with_entropy)
     else:
-        scale = power_of_two_scale(plan.take(coefficient_bound)[: plan.n_grad])
-        call = FusedCall(chosen, head, rows, spec, scale, plan.n_grad, with_entropy, options or Options())
-        needs = wanted(hidden, args.weight, args.bias)
-        loss, stats, losses = apply_fused(hidden, args.weight, args.bias, call, needs)
+        call = fused_call(chosen, plan, head, rows, bound, spec, with_entropy, options)
+        needs = wanted(head.hidden, args.weight, args.bias)
+        loss, stats, losses = apply_fused(head.hidden, args.weight, args.bias, call, needs)
     policy_loss, guide_loss = loss_parts(losses, rows)
     return RiseLoss(
         loss=loss,
@@ -270,23 +255,3 @@ def _token_loss(
         support=plan.put(losses.support),
         kl=None if losses.kl is None else plan.put(losses.kl),
     )
-
-
-def _token_rows(
-    vectors: dict[str, Tensor | None], is_guide: Tensor | None, spec: LossSpec, target: Tensor
-) -> tuple[TokenRows, Tensor]:
-    """The per-token inputs in float32, and what bounds each row's |token_weight * dloss/dlogp| (up to the ratio)."""
-    given = {name: None if x is None else x.detach().float() for name, x in vectors.items()}
-    if is_guide is None:
-        is_guide = torch.full_like(target, "advantage" not in given, dtype=torch.bool)
-    rows = TokenRows(is_guide=is_guide, **given)
-    if rows.advantage is None:
-        return rows, rows.token_weight
-    slope = torch.where(is_guide, 1.0, rows.advantage.abs() + spec.kl_coef)
-    return rows, rows.token_weight * slope
-
-
-def _compute_dtype(hidden: Tensor) -> Tensor:
-    """Under autocast, in autocast's type, as torch.nn.functional.linear would have it."""
-    device = hidden.device.type
-    return hidden.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else hidden

@@ -6,7 +6,7 @@ caller looks at torch.is_grad_enabled() (`wanted`) and evaluation costs one GEMM
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -175,34 +175,45 @@ class LogProb(torch.autograd.Function):
         call: StatsCall = ctx.call
         if all(g is None for g in upstream):  # nothing after it has a gradient
             return None, None, None, None, None
-        like = (hidden, weight, bias)
-        if call.target.shape[0] == 0:
-            return *(torch.zeros_like(x) if need else None for x, need in zip(like, ctx.needs)), None, None
-        scale = None
-        if hidden.dtype == torch.float16:  # small upstream gradients would be flushed to 0 inside the products
-            scale = power_of_two_scale(torch.cat([g.float() for g in upstream if g is not None]))
-        logprob, logsumexp, entropy = (
-            None if g is None else g.float() if scale is None else g.float() * scale for g in upstream
+        head = _head(hidden, weight, bias, call)
+        return *stats_grads(call, head, RowStats(*stats), upstream, ctx.needs), None, None
+
+
+def stats_grads(
+    call: StatsCall, head: LinearHead, stats: RowStats, upstream: Sequence[Tensor | None], needs: Needs
+) -> tuple[Tensor | None, ...]:
+    """Gradients of hidden, weight and bias in their own shapes and types; None where not needed.
+
+    upstream: of logprob, logsumexp and entropy, float [n] or None, not all of them None.
+    """
+    like = (head.hidden, head.weight, head.bias)
+    if head.n == 0:
+        return tuple(None if x is None or not need else torch.zeros_like(x) for x, need in zip(like, needs))
+    scale = None
+    if head.hidden.dtype == torch.float16:  # small upstream gradients would be flushed to 0 inside the products
+        scale = power_of_two_scale(torch.cat([g.float() for g in upstream if g is not None]))
+    logprob, logsumexp, entropy = (
+        None if g is None else g.float() if scale is None else g.float() * scale for g in upstream
+    )
+    with plain_precision(head.hidden.device):
+        grads = call.backend.stats_backward(
+            head,
+            stats,
+            torch.zeros_like(stats.logprob) if logprob is None else logprob,
+            logsumexp,
+            entropy,
+            needs=needs,
+            options=call.options,
         )
-        with plain_precision(hidden.device):
-            grads = call.backend.stats_backward(
-                _head(hidden, weight, bias, call),
-                RowStats(*stats),
-                torch.zeros_like(stats[0]) if logprob is None else logprob,
-                logsumexp,
-                entropy,
-                needs=ctx.needs,
-                options=call.options,
-            )
-        out: list[Tensor | None] = []
-        for grad, x, rows in zip(grads, like, (call.order, None, None)):
-            if grad is None:
-                out.append(None)
-            elif scale is None and rows is None:
-                out.append(grad.to(x.dtype))
-            else:
-                out.append(_scaled(grad, 1.0 if scale is None else 1 / scale, *_like(x), rows=rows))
-        return *out, None, None
+    out: list[Tensor | None] = []
+    for grad, x, rows in zip(grads, like, (call.order, None, None)):
+        if grad is None or x is None:
+            out.append(None)
+        elif scale is None and rows is None:
+            out.append(grad.to(x.dtype))
+        else:
+            out.append(_scaled(grad, 1.0 if scale is None else 1 / scale, *_like(x), rows=rows))
+    return tuple(out)
 
 
 def _head(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: StatsCall) -> LinearHead:
