@@ -19,6 +19,7 @@ from rise_engine.rollout.checks import RequestError, RolloutError
 from rise_engine.rollout.vllm import VllmRollout
 from rise_engine.rollout.vllm_config import VllmConfig
 from rise_engine.rollout.vllm_start import CPU_HEAD_DIMS, arguments, undisturbed, why_not
+from rise_engine.seeds import derive_seed
 from rise_engine.sequences import TrainSequence
 from rise_engine.weights_stream import buckets, named_weights
 from tests.engine.helpers import a_step
@@ -217,6 +218,21 @@ def test_answers_are_a_function_of_seed_and_weights(tied):
     assert {r.weight_version for r in first} == {0}
     others = tied.generate(some_requests(seed=1), sampling)
     assert not {r.token_ids for r in first} & {r.token_ids for r in others}
+
+
+@pytest.mark.slow
+def test_first_tokens_follow_the_trainers_distribution(tied):
+    """Counts of 1200 answers of one token against softmax(logits / T): each within 5 standard deviations."""
+    tied.sync(0)
+    prompt, n, temperature = (5, 6, 7), 1200, 0.4
+    requests = [RolloutRequest("u", i, prompt, seed=derive_seed("first", i)) for i in range(n)]
+    counts = torch.zeros(384)
+    for r in tied.generate(requests, Sampling(1, temperature)):
+        counts[r.token_ids[0]] += 1
+    p = torch.cat(tied.policy.logprobs(prompt, [(t,) for t in range(384)], temperature=temperature)).exp()
+    assert p.sum() == pytest.approx(1, abs=1e-4)
+    assert (p > 0.01).sum() >= 5  # neither flat nor peaked
+    assert ((counts - n * p).abs() <= 5 * (n * p * (1 - p)).sqrt() + 1).all()
 
 
 @pytest.mark.slow

@@ -92,6 +92,8 @@ class VllmRollout:
         check_subset(sampling)
         if self.tempering is None and sampling.subset:
             raise ValueError("sampling.subset: this engine was started without subset=True")
+        if self.weights.asleep:
+            raise RuntimeError("rollouts: vLLM sleeps since release(); sync() wakes it with the policy's weights")
         version = check_version(self.weights.version, self.policy.step)
         if self.tempering is not None:
             self.tempering.temperature = sampling.temperature

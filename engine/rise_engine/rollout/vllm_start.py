@@ -93,6 +93,8 @@ def start(
     """
     settings = arguments(policy, context_length=context_length, max_rows=max_rows, subset=subset, config=config)
     with imported() as vllm:
+        if policy.device.type == "cuda":  # vLLM reads its GPU from there, and not every launcher sets it
+            os.environ["LOCAL_RANK"] = str(policy.device.index or 0)
         llm = vllm.LLM(**settings)
     # vLLM's own clean-up also destroys the default process group, which is the trainer's.
     client = llm.llm_engine.engine_core

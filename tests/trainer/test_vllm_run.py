@@ -1,0 +1,103 @@
+"""Whole runs whose answers come from vLLM, and who samples when nobody is asked for."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from rich.console import Console
+
+from rise_engine.rollout import vllm_start
+from rise_engine.rollout.checks import RolloutError
+from rise_rl.config import ConfigError, load_config
+from rise_rl.launch import run_training
+from rise_rl.step_sampler import StepSampler
+from tests.tiny import make_tiny
+from tests.trainer.test_resume import numbers, weights
+
+
+def run(path, *overrides, resume=False):
+    console = Console(record=True, width=200)
+    folder = run_training(load_config(path, list(overrides)), resume=resume, console=console)
+    return folder, console.export_text()
+
+
+@pytest.fixture
+def vllm_config(tiny_config, tmp_path):
+    pytest.importorskip("vllm")
+    model = make_tiny(tmp_path / "wide", "llama-tied", scale=4.0, head_dim=32)
+    return tiny_config(model=str(model), rollout={"max_new_tokens": 24, "engine": "vllm"}, steps=4)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_has_the_same_numbers_whatever_ended_it(vllm_config, monkeypatch):
+    whole, said = run(vllm_config, "name=whole")
+    assert "rollouts by vllm: version 0." in said
+    assert json.loads((whole / "manifest.json").read_text())["rollouts"]["engine"] == "vllm"
+    for line in numbers(whole, "metrics.jsonl"):
+        assert line["logprob_gap/max"] <= 1e-3
+        assert line["logprob_gap/mean"] <= 1e-4
+        assert line["ratio/mean"] == pytest.approx(1, abs=1e-4)
+
+    sample = StepSampler.sample
+
+    def worker_dies(self, step, *arguments, **keywords):
+        if step == 3:
+            engine = self.schedule.rollouts.llm.llm_engine
+            runner = engine.model_executor.driver_worker.worker.model_runner
+            monkeypatch.setattr(runner, "execute_model", lambda *_, **__: 1 / 0)
+        return sample(self, step, *arguments, **keywords)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StepSampler, "sample", worker_dies)
+        with pytest.raises(RolloutError, match=r"weights of step 2: ZeroDivisionError.*Resume the run"):
+            run(vllm_config, "name=cut", "checkpoint.every=0")
+    cut = whole.parent / "cut"
+    assert [p.name for p in (cut / "checkpoints").glob("step-*")] == ["step-00000002"]  # saved as it fell
+    run(vllm_config, "name=cut", "checkpoint.every=0", resume=True)
+
+    assert numbers(cut, "metrics.jsonl") == numbers(whole, "metrics.jsonl")
+    assert numbers(cut, "evals.jsonl") == numbers(whole, "evals.jsonl")
+    for step in range(1, 5):
+        name = f"rollouts/step_{step:06d}.jsonl"
+        assert (cut / name).read_bytes() == (whole / name).read_bytes()
+    a, b = weights(cut), weights(whole)
+    assert all((a[name] == b[name]).all() for name in b)
+
+
+@pytest.mark.slow
+def test_an_overlapped_run_trains_and_its_engine_agrees(vllm_config):
+    folder, _ = run(vllm_config, "rollout.schedule=overlapped", "steps=2", "data.heldout=null")
+    for line in numbers(folder, "metrics.jsonl"):
+        assert line["logprob_gap/max"] <= 1e-3
+        assert line["guided/generated"] > 0
+    records = [json.loads(line) for line in (folder / "rollouts" / "step_000001.jsonl").read_text().splitlines()]
+    natural = [(r["uid"], r["index"]) for r in records if r["kind"] == "natural"]
+    assert natural == [(uid, i) for uid in dict.fromkeys(uid for uid, _ in natural) for i in range(4)]
+
+
+# --- who samples -----------------------------------------------------------------------------------------------------
+
+
+def test_without_vllm_transformers_samples_and_the_run_says_why(tiny_config, monkeypatch):
+    monkeypatch.setattr(vllm_start, "installed", lambda: False)
+    folder, said = run(tiny_config(steps=1, data__heldout=None))
+    assert "rollouts by transformers: vLLM is not installed" in said
+    found = json.loads((folder / "manifest.json").read_text())["rollouts"]
+    assert found == {"engine": "transformers", "reason": "vLLM is not installed"}
+
+
+def test_vllm_that_is_asked_for_and_missing_is_an_error(tiny_config, monkeypatch):
+    monkeypatch.setattr(vllm_start, "installed", lambda: False)
+    with pytest.raises(
+        ConfigError, match=r"rollout\.engine: vllm, but vLLM is not installed; use transformers, or auto"
+    ):
+        run(tiny_config(rollout__engine="vllm"))
+
+
+def test_a_model_that_vllm_has_no_attention_for_is_sampled_by_transformers(tiny_config, monkeypatch):
+    monkeypatch.setattr(vllm_start, "installed", lambda: True)
+    _, said = run(tiny_config(steps=1, data__heldout=None))
+    assert "rollouts by transformers: vLLM on a CPU has no attention for the model's head_dim 8" in said
+    _, said = run(tiny_config(steps=1, data__heldout=None, rollout__engine="transformers"), "name=asked")
+    assert "rollouts by transformers: asked for by rollout.engine" in said
