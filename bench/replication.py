@@ -33,9 +33,9 @@ Machine: {cpu}, {cores} cores, {gpus}; other work may have shared it, so minutes
 Revision of the first run: {revision}.
 
 {missing}Held-out: a fixed cohort of prompts that are never trained on, {answers} answers each, without any criteria in
-the prompt and from the whole distribution. "Never met" counts criteria that every answer of the untrained model to every
-prompt of a topic misses. +- is the standard deviation over seeds; the answers of an evaluation add sampling noise of
-their own. Entropy: of the policy over the natural tokens trained on, mean of the last steps.
+the prompt and from the whole distribution. "Never met" counts criteria that every answer of the untrained model to
+every prompt of a topic misses. +- is the standard deviation over seeds; the answers of an evaluation add sampling noise
+of their own. Entropy: of the policy over the natural tokens trained on, mean of the last steps.
 
 {summary}
 

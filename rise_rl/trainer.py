@@ -98,7 +98,9 @@ class Trainer:
             return self._train()
         except (RiseError, EngineError) as error:
             worth_it = self.ranks.all_raise(error) and not isinstance(error, CheckpointError)
-            if worth_it and self.history and self.history[-1]["step"] == self.done:
+            # Not in the middle of a step: some of its updates would be made again.
+            whole = self.policy.step == self.done * self.config.grpo.updates_per_step
+            if worth_it and whole and self.history and self.history[-1]["step"] == self.done:
                 self.save()
             raise
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from rise_engine.config import EngineConfig
+from rise_engine.optimizer import NonFiniteError
 from rise_engine.policy import PolicyEngine
 from rise_engine.sequences import StepStats, merge
 from rise_rl.config import ConfigError, load_config
@@ -70,6 +71,25 @@ def test_a_step_of_several_updates_trains_resumes_and_counts_steps(tiny_config):
     assert [row["step"] for row in RunFolder(folder).evals()] == [0, 1, 2, 3]
     with pytest.raises(ConfigError, match="mini_batch_prompts: the checkpoint has 6 optimizer updates"):
         run_training(load_config(config, ["steps=5", "grpo.prompts_per_step=4"]), resume=True)
+
+
+def test_a_failure_in_the_middle_of_a_step_saves_no_half_of_it(tiny_config, monkeypatch):
+    config = tiny_config(steps=3, grpo__mini_batch_prompts=1, evaluation__every=0, checkpoint__every=1)
+    train_step = PolicyEngine.train_step
+
+    def failing(self, sequences, **keywords):
+        if self.step == 3:  # the second update of step 2
+            raise NonFiniteError("the loss is not finite")
+        return train_step(self, sequences, **keywords)
+
+    monkeypatch.setattr(PolicyEngine, "train_step", failing)
+    with pytest.raises(NonFiniteError):
+        run(config)
+    monkeypatch.undo()
+    folder = run_training(load_config(config), resume=True)
+    assert [m["step"] for m in RunFolder(folder).metrics()] == [1, 2, 3]
+    whole, _ = run(config, "name=whole")
+    assert [m["loss"] for m in RunFolder(folder).metrics()] == [m["loss"] for m in whole]
 
 
 def test_mini_batches_must_divide_the_step(tiny_config):
