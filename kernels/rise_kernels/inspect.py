@@ -90,6 +90,7 @@ def jobs(architectures: tuple[int, ...] = ARCHITECTURES) -> Iterator[Job]:
             yield _forward(arch, "bf16", tiles[0], "statistics + entropy", store=False, entropy=True)
             yield _forward(arch, "bf16", tiles[0], "fused + bias", bias=True)
             yield _forward(arch, "bf16", tiles[0], "fused + softcap", softcap=True)
+            yield _forward(arch, "bf16", tiles[0], "fused + softcap + entropy", softcap=True, entropy=True)
             yield _backward(arch, "bf16", tiles[0], "logprob + bias + softcap", bias=True, softcap=True)
         for tile in TILES[arch // 10, 4]:
             yield _forward(arch, "fp32", tile, "fused")

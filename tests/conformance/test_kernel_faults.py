@@ -254,7 +254,7 @@ def test_small_token_weights_in_fp16(backend, weight_size, function):
         assert relative(grad, exact) <= 2e-3
 
 
-@pytest.mark.parametrize("softcap", [0.5, 5.0, 50.0])
+@pytest.mark.parametrize("softcap", [0.5, 5.0, 50.0, 300.0, 1e4])
 @pytest.mark.parametrize("bias", [False, True])
 def test_softcap_and_bias(backend, softcap, bias):
     """Equal to the reference, and never a positive log-prob: the loss of a likely token was negative."""

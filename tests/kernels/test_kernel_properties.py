@@ -30,7 +30,7 @@ def cases(draw) -> Case:
     kind = draw(st.sampled_from(["guide", "policy", "rise"]))
     options = {
         "temperature": draw(st.sampled_from([1.0, 0.6, 1.7])),
-        "softcap": draw(st.sampled_from([None, 1.0, 30.0])),
+        "softcap": draw(st.sampled_from([None, 1.0, 30.0, 1000.0])),
     }
     if kind != "policy":
         options["gamma"] = draw(st.sampled_from([1e-8, 0.1, 10.0]))

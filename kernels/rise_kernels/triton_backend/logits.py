@@ -92,7 +92,7 @@ def _logits(
         z += tl.load(bias + first + _columns(WIDTH), mask=valid, other=0.0).to(tl.float32)[None, :]
     slope = inverse_temperature
     if HAS_SOFTCAP:
-        t = tanh(z / softcap)
+        t = tanh(z * (1.0 / softcap))  # a division per logit would cost registers: spills
         z = softcap * t
         slope = inverse_temperature * (1.0 - t * t)
     z *= inverse_temperature
