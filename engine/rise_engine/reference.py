@@ -11,6 +11,8 @@ from torch import Tensor
 
 from rise_kernels.token_losses import LossSpec
 
+from .config import EngineConfig
+from .deepspeed_config import deepspeed_config
 from .head import install_head
 from .loading import load_model
 from .packing import HasTokens
@@ -33,9 +35,8 @@ class FrozenReference:
         frozen.requires_grad_(requires_grad=False)
         self.module: Any = PolicyModule(frozen)
         if policy.engine.zero_optimization_stage() == 3:
-            self.module = deepspeed.initialize(
-                model=self.module, config=_split(policy.world_size), dist_init_required=False
-            )[0].module
+            settings = _split(policy.config, policy.world_size)
+            self.module = deepspeed.initialize(model=self.module, config=settings, dist_init_required=False)[0].module
         self.module.to(policy.device).eval()
 
     def score(self, sequences: Sequence[HasTokens], *, temperature: float) -> list[Tensor]:
@@ -68,10 +69,10 @@ def reference_of(model: str | Path, policy: PolicyEngine) -> FrozenReference | A
     return FrozenReference(model, policy) if policy.config.lora is None else AdapterReference(policy)
 
 
-def _split(world_size: int) -> dict[str, Any]:
-    """DeepSpeed's settings for parameters in shares and nothing else."""
-    return {
-        "train_batch_size": world_size,
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 3},
+def _split(config: EngineConfig, world_size: int) -> dict[str, Any]:
+    """The policy's DeepSpeed settings, as far as they say how parameters are held."""
+    built = deepspeed_config(config, world_size)
+    zero = {key: value for key, value in built["zero_optimization"].items() if key in ("stage", "offload_param")}
+    return {key: built[key] for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "bf16")} | {
+        "zero_optimization": zero
     }

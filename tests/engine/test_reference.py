@@ -54,12 +54,13 @@ def test_the_kl_term_and_its_gradient(tiny_folder, other_folder, estimator):
     assert stats.grad_norm == pytest.approx(norm, rel=1e-3)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_before_the_first_update_the_kl_is_exactly_zero(tiny_folder, stage):
+@pytest.mark.parametrize("stage, dtype", [(0, "float32"), (3, "float32"), (2, "bfloat16"), (3, "bfloat16")])
+def test_before_the_first_update_the_kl_is_exactly_zero(tiny_folder, stage, dtype):
     folder = tiny_folder("qwen3-tied")
     natural = [s for s in a_step() if not s.is_guide]
-    policy = PolicyEngine(folder, EngineConfig(zero_stage=stage, **QUICK), loss=LossSpec(kl_coef=0.3))
+    policy = PolicyEngine(folder, EngineConfig(zero_stage=stage, dtype=dtype, **QUICK), loss=LossSpec(kl_coef=0.3))
     reference = reference_of(folder, policy)
+    assert next(reference.module.parameters()).dtype == policy.config.torch_dtype
     first, second = (update(policy, [natural], temperature=T, reference=reference) for _ in range(2))
     assert first.kl == 0.0
     assert second.kl > 1e-6
