@@ -68,8 +68,8 @@ def sigmoid(x):
 
 @triton.jit
 def tanh(x):
-    """tanh, relatively exact near 0, where all logits lie if the softcap is large: below 1/2 an odd polynomial (minimax,
-    1.5e-8 relative), beyond it 1 - 2 / (exp(2x) + 1)."""
+    """tanh, relatively exact near 0, where all logits lie if the softcap is large: below 1/2 an odd polynomial (minimax
+    to 1.5e-8), beyond it 1 - 2 / (exp(2x) + 1)."""
     square = x * x
     series = 0.017256992
     series = series * square - 0.053052951
