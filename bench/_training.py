@@ -25,8 +25,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 EPS = 1e-4  # TRL's, in the advantage; used for ours too so that the losses are equal
 LOW, HIGH, LR, DECAY = 0.2, 0.28, 1e-6, 0.1
 
-Step = Callable[[], tuple[float, float]]
-"""Does one optimizer step and returns (seconds, gradient norm before clipping)."""
+
+@dataclass(frozen=True)
+class Contender:
+    """step() does one optimizer step and returns (seconds, gradient norm before clipping); use(...) changes what on."""
+
+    step: Callable[[], tuple[float, float]]
+    use: Callable[[Recorded], None]
+
 
 QWEN3_4B = {
     "hidden_size": 2560,
@@ -127,7 +133,7 @@ def quiet() -> None:
     logging.disable(logging.WARNING)
 
 
-def ours(work: Work, folder: Path, recorded: Recorded) -> Step:
+def ours(work: Work, folder: Path, recorded: Recorded) -> Contender:
     """rise_engine's PolicyEngine.train_step, ZeRO stage 0 (on a GPU in bfloat16: 2), every other setting its own."""
     from rise_engine.config import EngineConfig
     from rise_engine.policy import PolicyEngine
@@ -142,15 +148,18 @@ def ours(work: Work, folder: Path, recorded: Recorded) -> Step:
         activation_checkpointing=work.checkpointing,
     )
     policy = PolicyEngine(folder, config)
-    total = work.prompts * work.group * work.response
-    sequences = []
-    for i, (prompt, responses, rewards) in enumerate(zip(recorded.prompts, recorded.responses, recorded.rewards)):
-        r = torch.tensor(rewards)
-        advantages = ((r - r.mean()) / (r.std() + EPS)).tolist()
-        sequences += [
-            TrainSequence(f"{i}", tuple(prompt), tuple(response), 1.0 / total, advantage)
-            for response, advantage in zip(responses, advantages)
-        ]
+    sequences: list[TrainSequence] = []
+
+    def use(recorded: Recorded) -> None:
+        sequences.clear()
+        total = sum(len(r) for responses in recorded.responses for r in responses)
+        for i, (prompt, responses, rewards) in enumerate(zip(recorded.prompts, recorded.responses, recorded.rewards)):
+            r = torch.tensor(rewards)
+            advantages = ((r - r.mean()) / (r.std() + EPS)).tolist()
+            sequences.extend(
+                TrainSequence(f"{i}", tuple(prompt), tuple(response), 1.0 / total, advantage)
+                for response, advantage in zip(responses, advantages)
+            )
 
     def step() -> tuple[float, float]:
         started = time.perf_counter()
@@ -158,10 +167,11 @@ def ours(work: Work, folder: Path, recorded: Recorded) -> Step:
         synchronize()
         return time.perf_counter() - started, stats.grad_norm
 
-    return step
+    use(recorded)
+    return Contender(step, use)
 
 
-def trl(work: Work, folder: Path, recorded: Recorded, steps: int) -> Step:
+def trl(work: Work, folder: Path, recorded: Recorded, steps: int) -> Contender:
     """TRL's GRPOTrainer with its chunked log-probs, fed by its own `rollout_func`; at most `steps` calls.
 
     The real Trainer loop runs in a thread that is let go for one optimizer step per call. What it does before the first
@@ -179,9 +189,11 @@ def trl(work: Work, folder: Path, recorded: Recorded, steps: int) -> Step:
         trl.trainer.utils._use_triton = lambda device: True
     ready, go, done = (threading.Semaphore(0) for _ in range(3))
     outcome: dict[str, Any] = {}
+    current = [recorded]
     served = [0] * work.prompts
 
     def rollouts(prompts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
+        recorded = current[0]
         chosen = []
         for text in prompts:
             i = int(text)
@@ -278,7 +290,7 @@ def trl(work: Work, folder: Path, recorded: Recorded, steps: int) -> Step:
             raise RuntimeError("TRL's trainer failed") from outcome["error"]
         return outcome["seconds"], outcome["norm"]
 
-    return step
+    return Contender(step, lambda other: current.__setitem__(0, other))
 
 
 def synchronize() -> None:

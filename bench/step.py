@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -52,7 +53,7 @@ def measure(work: Work, folder: Path, batches: list[int], rounds: int, warmup: i
     for number in range(warmup + rounds):
         for name in names[number % len(names) :] + names[: number % len(names)]:
             cpu = time.process_time()
-            seconds, norm = steps[name]()
+            seconds, norm = steps[name].step()
             cpu = time.process_time() - cpu
             found[name]["norms"].append(norm)
             if number >= warmup:
@@ -88,6 +89,7 @@ def worker(order: dict[str, Any]) -> None:
     folder = Path(order["folder"])
     found = measure(load(order["work"]), folder, order["batches"], order["rounds"], order["warmup"])
     (folder / "measured.json").write_text(json.dumps(found))
+    os._exit(0)  # TRL's thread is still about: an ordinary exit would wait for it, or abort
 
 
 def main() -> None:
