@@ -9,6 +9,8 @@ import torch
 
 from .config import EngineConfig
 
+REDUCE_BUCKET = 50_000_000
+
 
 def deepspeed_config(cfg: EngineConfig, world_size: int) -> dict[str, Any]:
     """The whole configuration for `world_size` ranks, `cfg.deepspeed` merged last.
@@ -22,6 +24,8 @@ def deepspeed_config(cfg: EngineConfig, world_size: int) -> dict[str, Any]:
     if stage:
         # overlap_comm needs a side stream, and stage 1 refuses it without DeepSpeed's own accumulation.
         zero |= {"overlap_comm": stage >= 2 and torch.cuda.is_available(), "contiguous_gradients": True}
+        # A buffer of this many elements is held throughout the backward pass; DeepSpeed's own 500 million take a GiB.
+        zero |= {"reduce_bucket_size": REDUCE_BUCKET}
     if cfg.offload.optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": cfg.offload.pin_memory}
     if cfg.offload.parameters:

@@ -35,12 +35,14 @@ def training_steps() -> list[list[TrainSequence]]:
 
 
 def share_of(step: int, rank: int, ranks: int) -> list[TrainSequence]:
-    """Uneven on purpose: the second rank has every other sequence, then one natural sequence, then nothing at all."""
+    """Uneven on purpose: first everybody has some, then the last rank has one natural sequence and the first the rest,
+    then the first has all.
+    """
     sequences = training_steps()[step]
-    if ranks == 1:
-        return sequences
-    shares = [(sequences[::2], sequences[1::2]), (sequences[1:], sequences[:1]), (sequences, [])][step]
-    return shares[rank]
+    if step == 0:
+        return sequences[rank::ranks]
+    last = sequences[:1] if step == 1 and ranks > 1 else []
+    return sequences[len(last) :] if rank == 0 else last if rank == ranks - 1 else []
 
 
 def full_weights(policy: PolicyEngine) -> dict[str, torch.Tensor]:

@@ -150,6 +150,7 @@ def test_without_adapters_it_is_the_base_and_training_does_not_notice(tiny_folde
 @pytest.mark.parametrize("stage", [0, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
 def test_resume_is_exact(tiny_folder, tmp_path, stage):
     policy = trained(engine(tiny_folder("qwen3-tied"), zero_stage=stage))
+    (tmp_path / "c").mkdir()
     policy.save(tmp_path / "c")
     resumed = engine(tiny_folder("qwen3-tied"), zero_stage=stage)
     resumed.load(tmp_path / "c")
