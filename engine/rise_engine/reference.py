@@ -14,14 +14,15 @@ from rise_kernels.token_losses import LossSpec
 from .config import EngineConfig
 from .deepspeed_config import deepspeed_config
 from .head import install_head
+from .liger import apply_liger
 from .loading import load_model
-from .packing import HasTokens
+from .packing import HasTokens, choose_layout
 from .policy import PolicyEngine, PolicyModule
 from .scoring import token_logprobs
 
 
 class FrozenReference:
-    """The initial model beside the policy, in the policy's dtype, without gradients or optimizer.
+    """The initial model beside the policy, in its dtype and on its kernels, without gradients or optimizer.
 
     model: the folder or hub id the policy was made from; never a checkpoint, also when a run is resumed. Under ZeRO-3
     its parameters are split over the ranks as the policy's are; under other stages every rank holds a whole copy.
@@ -30,7 +31,8 @@ class FrozenReference:
     def __init__(self, model: str | Path, policy: PolicyEngine) -> None:
         self.policy = policy
         frozen = load_model(model, dtype=policy.config.torch_dtype, attention="sdpa")
-        frozen.set_attn_implementation(policy.model.config._attn_implementation)
+        self.layout = choose_layout(frozen, policy.config.attention)
+        apply_liger(frozen, policy.config.liger)
         install_head(frozen, LossSpec(), policy.config.head_budget_mib)
         frozen.requires_grad_(requires_grad=False)
         self.module: Any = PolicyModule(frozen)
@@ -47,7 +49,7 @@ class FrozenReference:
             sequences,
             temperature=temperature,
             budget=policy.config.micro_batch_tokens,
-            layout=policy.layout,
+            layout=self.layout,
             pad_id=policy.pad_id,
             device=policy.device,
         )
