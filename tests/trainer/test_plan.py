@@ -1,0 +1,99 @@
+"""`rise-rl plan`: the table, the verdict, the advice and the messages; nothing is loaded."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from rise_engine.memory_plan import plan_memory
+from rise_rl.config import load_config
+from rise_rl.plan import plan_run, workload
+from tests.trainer.test_cli import run
+
+GIB = 2**30
+
+
+def test_a_plan_names_what_is_held_and_says_that_it_fits(tiny_config):
+    code, output = run("plan", tiny_config(), "rollout.engine=transformers")
+    assert code == 0
+    for word in ("parameters", "gradients", "optimizer", "activations", "head workspace", "KV cache", "fits: peak"):
+        assert word in output
+    assert "float32 logits of the same" in output
+
+
+def test_what_does_not_fit_exits_with_1_and_advice(tiny_config):
+    config = tiny_config()
+    big = ("model=Qwen/Qwen3-4B", "rollout.max_new_tokens=8192", "data.max_prompt_tokens=4096", "engine.zero_stage=2")
+    code, output = run("plan", config, *big, "--ranks", "8", "--device-memory", "40")
+    assert code == 1
+    assert "does NOT fit" in output
+    assert "4.02 billion parameters, bfloat16, ZeRO 2, 8 rank(s), 40.00 GiB of GPU memory" in output
+    assert "engine.activation_checkpointing=true: saves" in output
+
+
+def test_advice_when_followed_gives_the_peak_that_was_promised(tiny_config):
+    keys = ["model=Qwen/Qwen3-4B", "rollout.max_new_tokens=8192", "engine.zero_stage=2", "rollout.engine=transformers"]
+    before = plan_run(load_config(tiny_config(), keys), ranks=8, device_gib=60)
+    assert not before.fits
+    assert before.advice
+    # `engine.zero_stage` advises the bucket size beside the stage, in brackets.
+    assert all("(" not in a.value for a in before.advice)
+    after = plan_run(
+        load_config(tiny_config(), keys + [f"{a.key}={a.value}" for a in before.advice]), ranks=8, device_gib=60
+    )
+    assert after.fits
+    assert after.memory.peak == pytest.approx(before.advice[-1].peak)
+
+
+def test_models_are_found_by_folder_by_file_and_by_published_name(tiny_config, tiny_folder, tmp_path):
+    config = load_config(tiny_config())
+    by_folder = plan_run(config).shape
+    file = tmp_path / "other.json"
+    file.write_text((tiny_folder / "config.json").read_text())
+    assert plan_run(load_config(tiny_config(), ["model=Qwen/Qwen3-14B"]), model_config=file).shape == by_folder
+    assert plan_run(load_config(tiny_config(), ["model=Qwen/Qwen3-14B"])).shape.layers == 40
+
+
+@pytest.mark.parametrize(
+    "model, message",
+    [
+        ("no-one/such-model", "no configuration of 'no-one/such-model' here or on the hub; give its config.json"),
+        ("no/such/folder", "no model folder at no/such/folder"),
+    ],
+)
+def test_a_model_that_is_not_there_is_an_error_that_says_what_to_do(tiny_config, monkeypatch, model, message):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    code, output = run("plan", tiny_config(), f"model={model}")
+    assert code == 2
+    assert message in output
+
+
+def test_a_model_of_another_kind_is_refused(tiny_config, tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "mamba"}))
+    code, output = run("plan", tiny_config(), "--model-config", file)
+    assert code == 2
+    assert "model_type: expected one of qwen3, qwen2, llama, mistral, found 'mamba'" in output
+
+
+def test_the_workload_is_the_longest_that_the_configuration_allows(tiny_config):
+    keys = ["grpo.prompts_per_step=4", "grpo.group_size=6", "guidance.rollouts=3", "rollout.max_new_tokens=100"]
+    keys += ["engine.micro_batch_tokens=2000", "rollout.max_rows=5", "data.max_prompt_tokens=50"]
+    shape = plan_run(load_config(tiny_config(), keys)).shape
+    work = workload(load_config(tiny_config(), keys), shape, 1)
+    assert (work.prompt, work.response, work.group, work.rows, work.packed) == (50, 100, 9, 5, True)
+    assert work.several  # 4 prompts of 50 + 9 x 100 tokens
+    assert not workload(load_config(tiny_config(), keys), shape, 4).several
+    # One update of two prompts each: 1900 tokens.
+    assert not workload(load_config(tiny_config(), [*keys, "grpo.mini_batch_prompts=2"]), shape, 1).several
+    plain = workload(load_config(tiny_config(), [*keys, "guidance.enabled=false"]), shape, 1)
+    assert (plain.group, plain.hint) == (6, 0)
+
+
+def test_a_reference_is_planned_where_the_loss_has_a_kl_term(tiny_config):
+    with_kl = plan_run(load_config(tiny_config(), ["grpo.kl_coef=0.1"]))
+    assert with_kl.memory.phases["update"]["reference policy"] == 4 * with_kl.shape.parameters
+    without = plan_memory(with_kl.shape, with_kl.work, replace(with_kl.setting, reference=False))
+    assert "reference policy" not in without.phases["update"]
