@@ -93,6 +93,8 @@ def start(
     """
     settings = arguments(policy, context_length=context_length, max_rows=max_rows, subset=subset, config=config)
     with imported() as vllm:
+        if policy.device.type == "cpu" and config.tensor_parallel_size > 1:
+            keep_to_process_groups()
         if policy.device.type == "cuda":  # vLLM reads its GPU from there, and not every launcher sets it
             os.environ["LOCAL_RANK"] = str(policy.device.index or 0)
         llm = vllm.LLM(**settings)
@@ -101,6 +103,15 @@ def start(
     client._finalizer.detach()
     weakref.finalize(llm, close, client.engine_core)
     return llm
+
+
+def keep_to_process_groups() -> None:
+    """Ranks that hold one model together talk through torch.distributed. The memory that vLLM would share between them
+    on a CPU has, under an external launcher, one name for the whole machine: a second run would fail on it, or join in.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
 
 
 def close(core: Any) -> None:
