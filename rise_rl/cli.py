@@ -7,7 +7,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -86,26 +86,37 @@ def train(
             say(dump_config(loaded))
             say("# DeepSpeed\n" + json.dumps(built, indent=2))
             return
-        from .launch import Interrupted, run_training
-        from .ranks import leave
+        from .launch import run_training
         from .report import write_report
 
         this = [sys.argv[0]] if Path(sys.argv[0]).name == "rise-rl" else [sys.executable, "-m", "rise_rl.cli"]
         again = shlex.join([*this, "train", str(config), *(overrides or []), "--resume"])
-        first = os.environ.get("RANK", "0") == "0"
-        try:
-            folder = run_training(loaded, resume=resume, console=console)
-        except (Interrupted, KeyboardInterrupt) as stop:
-            if first and (Path(loaded.output) / loaded.name / "config.yaml").exists():
-                launcher = "(your launcher) " if several_ranks() else ""
-                say(f"stopped; go on with:  {launcher}{again}")
-            if several_ranks():
-                leave(130)
-            raise typer.Exit(130) from stop
+        begun = Path(loaded.output) / loaded.name / "config.yaml"
+        run_to_the_end(
+            lambda: run_training(loaded, resume=resume, console=console),
+            done=lambda folder: f"report: {write_report(folder)}",
+            stopped=lambda: f"stopped; go on with:  {again}" if begun.exists() else "stopped",
+        )
+
+
+def run_to_the_end(run: Callable[[], Path], *, done: Callable[[Path], str], stopped: Callable[[], str]) -> None:
+    """A run on all the ranks we were launched as; the first says how it went. Ctrl-C ends with exit code 130."""
+    from .launch import Interrupted
+    from .ranks import leave
+
+    first = os.environ.get("RANK", "0") == "0"
+    try:
+        folder = run()
+    except (Interrupted, KeyboardInterrupt) as stop:
         if first:
-            say(f"report: {write_report(folder)}")
+            say(stopped())
         if several_ranks():
-            leave(0)
+            leave(130)
+        raise typer.Exit(130) from stop
+    if first:
+        say(done(folder))
+    if several_ranks():
+        leave(0)
 
 
 @app.command()
@@ -124,14 +135,13 @@ def sft(
         if dry_run:
             say(dump_config(loaded))
             return
-        from .launch import Interrupted
         from .sft import run_sft
 
-        try:
-            say(f"run: {run_sft(loaded, resume=resume, console=console)}")
-        except (Interrupted, KeyboardInterrupt) as stop:
-            say("stopped; go on with the same command and --resume")
-            raise typer.Exit(130) from stop
+        run_to_the_end(
+            lambda: run_sft(loaded, resume=resume, console=console),
+            done=lambda folder: f"run: {folder}",
+            stopped=lambda: "stopped; go on with the same command and --resume",
+        )
 
 
 @app.command()

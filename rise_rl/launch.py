@@ -15,6 +15,7 @@ from rise_engine.checkpoint import CheckpointStore
 from rise_engine.policy import PolicyEngine
 from rise_engine.prompts import render_prompt
 from rise_engine.reference import reference_of
+from rise_engine.rollout.vllm_start import installed
 
 from .batches import PromptOrder
 from .config import Config, ConfigError, DataConfig
@@ -167,10 +168,12 @@ def check_ranks(config: Config, world_size: int) -> None:
             f"grpo.prompts_per_step: {config.grpo.prompts_per_step} prompts a step for {world_size} ranks, but each "
             "rank samples whole prompts and needs at least one"
         )
-    if world_size > 1 and config.engine.effective_zero_stage == 3 and config.rollout.engine == "transformers":
+    by_transformers = config.rollout.engine == "transformers" or (config.rollout.engine == "auto" and not installed())
+    if world_size > 1 and config.engine.effective_zero_stage == 3 and by_transformers:
         raise ConfigError(
             f"engine.zero_stage: 3 on {world_size} ranks, but the rollouts are sampled by transformers from the "
-            "trainer's own weights, which stage 3 splits over ranks that finish at different times; use stage 2"
+            "trainer's own weights, which stage 3 splits over ranks that finish at different times; use stage 2, or "
+            "vLLM"
         )
 
 

@@ -8,6 +8,7 @@ writes and prints.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -31,6 +32,7 @@ T = TypeVar("T")
 KNOWN = (RiseError, EngineError, OSError)
 """Errors whose message is enough for a person; others are bugs and keep their traceback."""
 
+STORE_TIMEOUT = timedelta(seconds=5)
 FAILURE = "rise-rl/failure"
 """Key in the process group's store: what the first rank to end with an error of its own said."""
 
@@ -118,6 +120,8 @@ def fail(error: Exception, say: Callable[[str], None]) -> NoReturn:
     """Ends this rank because of `error`, at once and with a code that makes the launcher end the others. On one rank,
     `say` is given the message: the one it comes from.
     """
+    for number in (signal.SIGINT, signal.SIGTERM):  # the launcher may have noticed already, and there is a word to say
+        signal.signal(number, signal.SIG_IGN)
     if _is_mine(error):
         known = isinstance(error, KNOWN)
         say(f"rank {_my_rank()}: {error if known else _unexpected(error)}")
@@ -146,7 +150,9 @@ def _is_mine(error: Exception) -> bool:
 def _first_to_fail() -> int:
     me = _my_rank()
     try:
-        return int(dist.distributed_c10d._get_default_store().compare_set(FAILURE, "", str(me)))
+        store = dist.distributed_c10d._get_default_store()
+        store.set_timeout(STORE_TIMEOUT)
+        return int(store.compare_set(FAILURE, "", str(me)))
     except (RuntimeError, ValueError):  # the store went with the rank that held it
         return me
 
