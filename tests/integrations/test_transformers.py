@@ -146,6 +146,24 @@ def test_logits_generation_and_saving_are_untouched_and_it_can_be_undone(tmp_pat
         remove_rise_head(model)
 
 
+def test_a_forward_of_someone_elses_is_called_and_restored():
+    model, inputs = MODELS["llama"](), batch()
+    own, seen = model.forward, []
+
+    def theirs(*args, **kwargs):
+        seen.append("labels" in kwargs)
+        return own(*args, **kwargs)
+
+    model.forward = theirs
+    apply_rise_head(model)
+    seen.clear()
+    model(inputs["input_ids"])
+    model(**inputs)
+    assert seen == [False]  # with labels, the head answers
+    remove_rise_head(model)
+    assert model.forward is theirs
+
+
 def test_a_copy_computes_with_its_own_weights():
     model, inputs = MODELS["qwen3"](), batch()
     before = apply_rise_head(model)(**inputs).loss
