@@ -49,6 +49,7 @@ class WeightSync:
         self.version = None
         if self.sleep_level:
             offload_optimizer(self.policy)
+            torch.cuda.empty_cache()  # what training has freed is not vLLM's before torch lets go of it
         if self.asleep:
             self.llm.wake_up(tags=["weights"])
         sent = _Counted(named_weights(self.policy))
@@ -122,7 +123,6 @@ def offload_optimizer(policy: PolicyEngine | FrozenPolicy) -> None:
 
         offload_optimizer_states(optimizer, "cpu", pin_memory=policy.device.type == "cuda")
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()
 
 
 def reload_optimizer(policy: PolicyEngine | FrozenPolicy) -> None:

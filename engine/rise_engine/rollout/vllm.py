@@ -76,8 +76,9 @@ class VllmRollout:
         with self._stream(sampling) as stream:
             tickets = stream.add(everyone)
             while stream.pending:
-                found.update(stream.advance())
-                if progress is not None:
+                finished = stream.advance()
+                found.update(finished)
+                if finished and progress is not None:
                     progress(sum(ticket in found for ticket in tickets[mine]))
         return [found[ticket] for ticket in tickets[mine]]
 

@@ -1,0 +1,123 @@
+"""Who holds the GPU when: the order of a sync, of sleep and of wake, seen without a GPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rise_engine import weight_sync
+from rise_engine.config import EngineConfig
+from rise_engine.policy import PolicyEngine
+from rise_engine.weight_sync import WeightSync
+from tests.engine.helpers import a_step
+from tests.tiny import make_tiny
+
+
+class Recorder:
+    """Stands for vLLM's LLM and writes down what it is told."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self.calls, self.waiting = calls, 0
+        self.llm_engine = SimpleNamespace(get_num_unfinished_requests=lambda: self.waiting)
+
+    def wake_up(self, tags):
+        self.calls.append(f"wake {tags[0]}")
+
+    def sleep(self, level):
+        self.calls.append(f"sleep {level}")
+
+    def collective_rpc(self, function, args):
+        assert function is weight_sync.load_weights
+        self.calls.append(f"load {sum(1 for _ in args[0])}")
+
+    def reset_prefix_cache(self):
+        self.calls.append("reset cache")
+        return True
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """A policy that says it is on a GPU, and the list of what is done to it and to vLLM."""
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty cache"))
+    monkeypatch.setattr(weight_sync, "offload_optimizer", lambda _: calls.append("offload optimizer"))
+    monkeypatch.setattr(weight_sync, "reload_optimizer", lambda _: calls.append("reload optimizer"))
+    return SimpleNamespace(device=torch.device("cuda"), model=torch.nn.Linear(3, 2)), calls
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_vllm_has_the_gpu_between_a_sync_and_a_release_and_the_optimizer_otherwise(on_gpu, level):
+    policy, calls = on_gpu
+    weights = WeightSync(Recorder(calls), policy, sleep_level=level)
+    report = weights.sync(0)  # awake since its start
+    assert calls == ["offload optimizer", "empty cache", "load 2", "reset cache"]
+    assert (weights.version, report.bytes) == (0, 4 * 8)
+    calls.clear()
+    weights.release()
+    assert calls == [f"sleep {level}", "reload optimizer"]
+    assert (weights.version, weights.asleep) == (None, True)
+    calls.clear()
+    weights.release()  # a second update without a rollout between
+    assert calls == ["reload optimizer"]
+    calls.clear()
+    weights.sync(1)
+    assert calls == ["offload optimizer", "empty cache", "wake weights", "load 2", "wake kv_cache", "reset cache"]
+    assert (weights.version, weights.asleep) == (1, False)
+
+
+def test_level_0_and_a_cpu_leave_memory_alone(on_gpu):
+    policy, calls = on_gpu
+    for device, level in (("cuda", 0), ("cpu", 2)):
+        policy.device = torch.device(device)
+        weights = WeightSync(Recorder(calls), policy, sleep_level=level)
+        calls.clear()
+        weights.sync(3)
+        weights.release()
+        assert calls == ["load 2", "reset cache"]
+        assert weights.version == 3
+
+
+def test_a_sync_with_answers_under_way_changes_nothing(on_gpu):
+    policy, calls = on_gpu
+    llm = Recorder(calls)
+    weights = WeightSync(llm, policy, sleep_level=2)
+    weights.sync(0)
+    llm.waiting = 5
+    calls.clear()
+    with pytest.raises(RuntimeError, match="5 answers are still being sampled"):
+        weights.sync(1)
+    assert (calls, weights.version) == ([], 0)
+
+
+def test_a_cache_that_cannot_be_reset_is_an_error_and_the_weights_are_not_used(on_gpu):
+    policy, calls = on_gpu
+    llm = Recorder(calls)
+    llm.reset_prefix_cache = lambda: False
+    weights = WeightSync(llm, policy, sleep_level=0)
+    with pytest.raises(RuntimeError, match="did not reset its prefix cache"):
+        weights.sync(0)
+    assert weights.version is None
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_adams_moments_come_back_as_they_went(tmp_path, monkeypatch, stage):
+    """On a CPU both places are host memory, so this shows that they are found, moved and put back whole."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    folder = make_tiny(tmp_path / "tiny")
+    norms = []
+    for waits in (False, True):
+        policy = PolicyEngine(folder, EngineConfig(zero_stage=stage, lr=1e-2, warmup_steps=0))
+        policy.train_step(a_step(0), temperature=1.0)
+        if waits:
+            optimizer = weight_sync._movable(policy)
+            before = [t.clone() for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
+            assert len(before) >= 3
+            weight_sync.offload_optimizer(policy)
+            weight_sync.reload_optimizer(policy)
+            after = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
+            assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        stats = [policy.train_step(a_step(i), temperature=1.0) for i in (1, 2)]
+        norms.append([(s.loss, s.grad_norm) for s in stats])
+    assert norms[0] == norms[1]
