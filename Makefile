@@ -12,7 +12,7 @@ VLLM := $(if $(filter cpu,$(EXTRAS)),$(shell $(PYTHON) -c 'import platform, sys;
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup test test-fast test-all lint train clean
+.PHONY: setup test test-fast test-kernels test-all lint train clean
 
 setup: $(VENV)/.installed
 
@@ -40,6 +40,16 @@ test: lint
 # What CI leaves out: wider matrices of the engine.
 test-all: test
 	$(BIN)/python -m pytest -m full
+
+# The kernels' tests under other versions, in an environment of their own: make test-kernels TORCH=2.11.0 TRITON=3.6.0
+TORCH ?= 2.13.0
+TRITON ?= 3.9.0
+KERNEL_ENV := build/kernels-$(TORCH)-$(TRITON)
+test-kernels:
+	$(PYTHON) -m venv $(KERNEL_ENV)
+	$(KERNEL_ENV)/bin/python -m pip install --quiet torch==$(TORCH) triton==$(TRITON) hypothesis numpy pytest pytest-timeout setuptools
+	PYTHONPATH=$(CURDIR)/kernels $(KERNEL_ENV)/bin/python -m pytest -m "slow or not slow" \
+	    tests/test_compile.py tests/kernels tests/triton tests/conformance/test_kernel_faults.py
 
 train: setup
 	$(BIN)/rise-rl fetch smollm2-135m
