@@ -123,6 +123,8 @@ class Layout:
         outputs = []
         for batch, *rows in parts:
             q, k, v = (x.unflatten(0, (batch.count, -1)).transpose(1, 2) for x in rows)
+            if _needs_every_head(q, batch.mask):
+                k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
             out = scaled_dot_product_attention(
                 q,
                 k,
@@ -135,6 +137,13 @@ class Layout:
             )
             outputs.append(out.transpose(1, 2).flatten(0, 1))
         return torch.cat(outputs).index_select(0, self.back)
+
+
+def _needs_every_head(query: Tensor, mask: Tensor | None) -> bool:
+    """On CUDA only flash attention knows grouped heads, and it takes neither masks nor float32: with grouped heads SDPA
+    would fall back to holding all scores.
+    """
+    return query.is_cuda and (mask is not None or query.dtype == torch.float32)
 
 
 class Attends(Protocol):

@@ -72,8 +72,12 @@ def test_a_response_longer_than_its_prompt_needs_no_mask():
     assert masked == {(1, 2, 10, False), (1, 1, 9, False)}
 
 
-def test_layout_attends_like_the_written_out_mask():
-    """Against softmax attention under a mask built token by token from the definition."""
+@pytest.mark.parametrize("every_head", [False, True])
+def test_layout_attends_like_the_written_out_mask(monkeypatch, every_head):
+    """Against softmax attention under a mask built token by token from the definition; with grouped heads as they are,
+    and repeated as on a GPU.
+    """
+    monkeypatch.setattr("rise_engine.attention._needs_every_head", lambda query, mask: every_head)
     torch.manual_seed(0)
     spans = [Span(0, 5), Span(5, 8, 0, 5), Span(8, 9, 0, 5), Span(9, 12), Span(12, 21, 9, 12), Span(21, 28, 9, 12)]
     assert {s.square for s in spans} == {True, False}
