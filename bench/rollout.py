@@ -48,7 +48,7 @@ QUESTIONS = (
 )
 PHASES = ("rollout", "guided_rollout", "grade", "train", "sync")
 STEP = [
-    *("steps=2", "data.heldout=null", "grpo.prompts_per_step=6", "grpo.group_size=4", "guidance.rollouts=2"),
+    *("steps=2", "data.heldout=null", "grpo.prompts_per_step=4", "grpo.group_size=4", "guidance.rollouts=2"),
     *("rollout.max_rows=8", "checkpoint.every=0", "guidance.remove_at=never"),
 ]
 
@@ -80,7 +80,7 @@ def main() -> None:
     results: dict[str, Any] = {"environment": environment(device), "model": args.model, "new_tokens": args.new_tokens}
 
     results |= engines(model, args.rows, args.new_tokens, args.rounds, device)
-    print()
+    print(flush=True)
     results["steps"] = steps(model)
     write_results(args.json or ROOT / "results" / device / "rollout.json", results)
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -14,6 +18,8 @@ from rise_rl.launch import run_training
 from rise_rl.step_sampler import StepSampler
 from tests.tiny import make_tiny
 from tests.trainer.test_resume import numbers, weights
+
+ROOT = Path(__file__).parents[2]
 
 
 def run(path, *overrides, resume=False):
@@ -74,6 +80,33 @@ def test_an_overlapped_run_trains_and_its_engine_agrees(vllm_config):
     records = [json.loads(line) for line in (folder / "rollouts" / "step_000001.jsonl").read_text().splitlines()]
     natural = [(r["uid"], r["index"]) for r in records if r["kind"] == "natural"]
     assert natural == [(uid, i) for uid in dict.fromkeys(uid for uid, _ in natural) for i in range(4)]
+
+
+@pytest.mark.slow
+def test_two_ranks_with_an_engine_each_and_with_one_between_them_sample_the_same(vllm_config):
+    """Under ZeRO-3, which transformers cannot sample from, and with a model that is split for sampling."""
+    shared = ["engine.zero_stage=2", "rollout.vllm.tensor_parallel_size=2"]
+    found = []
+    for name, overrides in [("each", ["engine.zero_stage=3"]), ("shared", shared)]:
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        train = ["-m", "rise_rl.cli", "train", str(vllm_config), f"name={name}", "steps=2", *overrides]
+        done = subprocess.run(
+            [*launch, *train],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+        run = vllm_config.parent / "runs" / name
+        for line in numbers(run, "metrics.jsonl"):
+            assert line["logprob_gap/max"] <= 1e-3
+        found.append([json.loads(x) for x in (run / "rollouts" / "step_000001.jsonl").read_text().splitlines()])
+    each, shared_answers = ([r["response"] for r in records if r["kind"] == "natural"] for records in found)
+    assert len(set(each)) == 8
+    assert sum(a == b for a, b in zip(each, shared_answers, strict=True)) >= 7  # split sums round otherwise
 
 
 # --- who samples -----------------------------------------------------------------------------------------------------
