@@ -73,7 +73,7 @@ METRICS: dict[str, Metric] = {
     "judge/latency_p95_s": Metric("latency that 95 % of the last answered calls did not exceed", "s"),
     "time/rollout": Metric("sampling natural rollouts", "s"),
     "time/guided_rollout": Metric("sampling guided rollouts", "s"),
-    "time/grade": Metric("grading", "s"),
+    "time/grade": Metric("grading; with rollout.schedule overlapped, waiting for grades", "s"),
     "time/train": Metric("forward, backward, optimizer", "s"),
     "time/sync": Metric("handing the weights to the rollout engine, parity probe included", "s"),
     "time/evaluate": Metric("held-out evaluation, its grading included", "s"),
