@@ -3,7 +3,7 @@
     python bench/memory_plan.py                    # every case on one rank; about 4 minutes on two cores
     python bench/memory_plan.py --cases stage2-bf16-2ranks stage3-bf16-2ranks    # launched with torchrun
 
-Measured: the most bytes that tensors held at once during the third step, from every allocation and release that
+Measured: the most bytes that tensors held at once during the second step, from every allocation and release that
 torch's CPU allocator (mapped weight files included) reports from the first moment of the process on: what a GPU's
 allocator would hold too. Resident memory is printed beside it; it lacks what is allocated and never written, such as
 most of DeepSpeed's buckets, and has code, scratch space of the BLAS and the records of this measurement on top.
@@ -99,7 +99,7 @@ CASES: dict[str, dict[str, Any]] = {
         "group": 8,
     },
 }
-STEPS = 3
+STEPS = 2
 
 
 def measure(case: dict[str, Any], folder: Path) -> dict[str, Any]:
