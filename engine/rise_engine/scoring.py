@@ -44,10 +44,11 @@ def token_logprobs(
         return list(zip(batch.members, logprob.split(list(batch.lengths))))
 
     batches = plan(sequences, budget, layout)
+    rounds = int(all_ranks_max(len(batches), device))  # agreed upon before the first pass, which is collective too
     for planned in batches:
         for member, values in run(sequences, planned):
             found[member] = values
     idle = [Tokens((pad_id,), (pad_id,))]
-    for _ in range(int(all_ranks_max(len(batches), device)) - len(batches)):
+    for _ in range(rounds - len(batches)):
         run(idle, plan(idle, budget, layout)[0])
     return found
