@@ -31,7 +31,7 @@ class Head(NamedTuple):
         device = self.hidden.device.type
         if not torch.is_autocast_enabled(device):
             return self
-        return self._replace(hidden=self.hidden.to(torch.get_autocast_dtype(device)))
+        return Head(self.hidden.to(torch.get_autocast_dtype(device)), *self[1:])  # torch 2.11 cannot trace _replace
 
 
 def plan_stats(args: Head) -> tuple[RowPlan, LinearHead]:

@@ -8,7 +8,7 @@ count included. Otherwise it is what eager mode does: `autograd.run_fused`, scal
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -145,12 +145,19 @@ def token_loss(
     given = [vectors.get(name) for name in VECTORS]
     given = [None if x is None else x.detach() for x in given]
     loss, *rest = _token_loss(
-        *args, *given, is_guide, *asdict(spec).values(), with_entropy, list(needs), backend, options.budget
+        *args,
+        *given,
+        is_guide,
+        *(getattr(spec, name) for name in _SPEC),
+        with_entropy,
+        list(needs),
+        backend,
+        options.budget,
     )
-    policy, guide, token, logprob, ratio, clipped, support, *optional = (x.detach() for x in rest)
-    entropy = optional.pop(0) if with_entropy else None
+    out = [x.detach() for x in rest]
+    policy, guide, token, logprob, ratio, clipped, support = out[:7]
     has_kl = vectors.get("advantage") is not None and vectors.get("ref_logprob") is not None
-    kl = optional[0] if has_kl else None
+    entropy, kl = out[7] if with_entropy else None, out[7 + with_entropy] if has_kl else None
     return RiseLoss(loss, policy, guide, token, logprob, entropy, ratio, clipped, support, kl)
 
 

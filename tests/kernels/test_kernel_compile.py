@@ -29,7 +29,7 @@ def loss_step(backend, **options):
             torch.tanh(x @ trunk), weight, case.target, case.token_weight, case.advantage, case.is_guide,
             case.old_logprob, ref_logprob=case.ref_logprob, bias=bias, with_entropy=True, backend=backend, **options,
         )  # fmt: skip
-        return 3.0 * out.loss, out._replace(loss=out.loss.detach())
+        return 3.0 * out.loss, (out.loss.detach(), *out[1:])
 
     return step
 
