@@ -16,7 +16,7 @@ from rise_engine.config import LoraSettings
 from rise_engine.parity import ParityError, parity_probe
 from rise_engine.rollout.base import RolloutRequest, Sampling
 from rise_engine.rollout.checks import RequestError, RolloutError
-from rise_engine.rollout.vllm import VllmRollout
+from rise_engine.rollout.vllm import VllmRollout, VllmStream
 from rise_engine.rollout.vllm_config import VllmConfig
 from rise_engine.rollout.vllm_start import CPU_HEAD_DIMS, arguments, undisturbed, why_not
 from rise_engine.seeds import derive_seed
@@ -233,6 +233,23 @@ def test_first_tokens_follow_the_trainers_distribution(tied):
     assert p.sum() == pytest.approx(1, abs=1e-4)
     assert (p > 0.01).sum() >= 5  # neither flat nor peaked
     assert ((counts - n * p).abs() <= 5 * (n * p * (1 - p)).sqrt() + 1).all()
+
+
+@pytest.mark.slow
+def test_the_answers_to_a_prompt_share_its_prefill_within_a_call_and_no_call_meets_an_older_one(tied, monkeypatch):
+    tied.sync(0)
+    cached, finished = [], VllmStream._finished
+
+    def watched(self, output):
+        cached.append(output.num_cached_tokens)
+        return finished(self, output)
+
+    monkeypatch.setattr(VllmStream, "_finished", watched)
+    requests = [r for r in some_requests() if r.uid == "long"]  # 70 tokens: two blocks of 32 and a rest
+    for _ in range(2):
+        tied.generate(requests, Sampling(4))
+        assert sorted(cached) == [0, 64, 64, 64]
+        cached.clear()
 
 
 @pytest.mark.slow
