@@ -34,10 +34,10 @@ CASES: dict[str, dict[str, Any]] = {
         "group": 16,
     },
     "stage0-checkpointing": {
-        "shape": {"tie_word_embeddings": False, "num_hidden_layers": 8},
-        "engine": {"micro_batch_tokens": 3072, "activation_checkpointing": True},
-        "prompt": 2560,
-        "response": 64,
+        "shape": {"tie_word_embeddings": False, "num_hidden_layers": 6},
+        "engine": {"micro_batch_tokens": 2048, "activation_checkpointing": True},
+        "prompt": 1536,
+        "response": 48,
         "group": 16,
     },
     "stage0-tied-long": {
