@@ -21,6 +21,10 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def out_of_memory(*_: Any, **__: Any) -> None:
+    raise RuntimeError("CUDA out of memory")
+
+
 def full_disk(*_: Any, **__: Any) -> None:
     raise OSError(28, "No space left on device")
 
@@ -35,12 +39,12 @@ def terminate_everybody() -> None:
 
 
 def arm(moment: str, step: int) -> None:
-    if moment == "killed-in-training":
+    if moment in ("killed-in-training", "error-in-training"):
         forward = PolicyEngine._forward_backward
 
         def dying(policy: PolicyEngine, *args: Any, **kwargs: Any) -> None:
             if policy.step == step - 1 and kwargs.get("backward"):
-                die()
+                die() if moment == "killed-in-training" else out_of_memory()
             forward(policy, *args, **kwargs)
 
         PolicyEngine._forward_backward = dying  # type: ignore[method-assign]

@@ -23,14 +23,15 @@ from rise_rl.launch import run_training
 from tests.trainer.test_resume import numbers
 
 ROOT = Path(__file__).parents[2]
-SOON = 60
-"""Seconds for a launch of a few steps, imports and the launcher's own grace included; hanging would take 30 minutes."""
+GRACE = 45
+"""Seconds: a launcher gives the ranks it ends 30, and a hang would last 30 minutes (engine.timeout_minutes)."""
 
 # (what happens, to which rank, at which step, what is said about it, the checkpoint that stands afterwards)
 CHAIN = [
     ("killed-in-training", 1, 3, "lost contact with another rank", 2),
     ("full-disk", 1, 4, "rank 1: {}/step-00000004: could not be saved: [Errno 28] No space left on device", 2),
     ("killed-in-saving", 1, 4, "step-00000002 is intact", 2),
+    ("error-in-training", 1, 5, "RuntimeError: CUDA out of memory", 4),
     ("bug-in-grader", 1, 5, 'KeyError: "a bug in somebody\'s grader"', 4),
     ("sigterm", 0, 6, "stopping after this step and saving", 6),
 ]
@@ -88,7 +89,7 @@ def test_two_ranks_are_one_run_and_survive_what_happens_to_either(config, tmp_pa
         hurt = launch(config, moment, rank, step, "name=hurt", *(["--resume"] if i else []))
         said = hurt.output + hurt.errors
         assert hurt.code != 0, moment
-        assert hurt.seconds < SOON, (moment, hurt.seconds)
+        assert hurt.seconds < 2 * whole.seconds + GRACE, (moment, hurt.seconds)
         assert said.count(message.format(checkpoints)) == 1, f"{moment}:\n{said}"
         assert said.count("error: rank") == (moment != "sigterm"), f"{moment}:\n{said}"
         assert max(int(p.name[-8:]) for p in checkpoints.glob("step-*")) == stands, moment
