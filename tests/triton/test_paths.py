@@ -12,6 +12,7 @@ import triton.language as tl
 import rise_kernels
 from rise_kernels import Options
 from rise_kernels.triton_backend import launch, rows
+from rise_kernels.triton_backend.launch import Kernels
 from tests.kernels.calls import assert_matches, call, random_case
 from tests.kernels.launches import triton_launches
 from tests.triton.on_device import DEVICE
@@ -120,6 +121,43 @@ def test_offsets_beyond_32_bits():
     expected = 0.5 * torch.arange(n)[:, None].expand(n, vocab).clone()
     expected[torch.arange(n), target] = 3.0
     assert torch.equal(workspace.float(), expected)
+
+
+@interpreted
+@pytest.mark.parametrize("descriptors", [True, False])
+def test_operands_and_workspace_whose_rows_begin_beyond_32_bits(monkeypatch, descriptors):
+    """Both matrix kernels read hidden states and weight, and write logits, where a 32-bit offset would wrap."""
+    n, d, v = 40, 16, 48
+    stride = (1 << 26) + 64
+
+    def far_apart(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        far = torch.empty((rows - 1) * stride + columns, dtype=dtype).as_strided((rows, columns), (stride, 1))
+        assert far[-1].storage_offset() > 2**31
+        return far
+
+    hidden, weight = far_apart(n, d, torch.float16), far_apart(v, d, torch.float16)
+    g = torch.Generator().manual_seed(0)
+    hidden.copy_(torch.randn(n, d, generator=g)), weight.copy_(torch.randn(v, d, generator=g))
+    target = torch.randint(0, v, (n,), generator=g)
+    workspaces = []
+
+    def workspace(self: Kernels, rows: int, columns: int) -> torch.Tensor:
+        workspaces.append(far_apart(rows, columns, self.storage))
+        return workspaces[-1]
+
+    def gradients(h: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+        h, w = h.detach().requires_grad_(), w.detach().requires_grad_()
+        loss = rise_kernels.linear_guide_loss(h, w, target, torch.full((n,), 1 / n), backend="triton").loss
+        logprob = rise_kernels.linear_logprob(h, w, target, backend="triton").logprob
+        return [loss.detach(), logprob.detach(), *torch.autograd.grad(loss, [h, w]),
+                *torch.autograd.grad(logprob.sum(), [h, w])]  # fmt: skip
+
+    monkeypatch.setattr(launch, "has_descriptors", lambda device: descriptors)
+    expected = gradients(hidden.contiguous(), weight.contiguous())
+    monkeypatch.setattr(Kernels, "workspace", workspace)
+    for found, near in zip(gradients(hidden, weight), expected, strict=True):
+        assert torch.equal(found, near)
+    assert len(workspaces) >= 2
 
 
 @pytest.mark.device
