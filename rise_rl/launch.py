@@ -127,13 +127,13 @@ def run_training(config: Config, *, resume: bool = False, console: Console | Non
             heldout = ranks.each(fitting, heldout, policy.tokenizer, config.data, console, source)
         order = PromptOrder(train, config.grpo.prompts_per_step, config.seed, config.data.shuffle)
 
+        choice = ranks.each(choose, config, policy)
         checkpoints = CheckpointStore(run.checkpoints, keep=config.checkpoint.keep)
         if resume:
             done = go_back(run, checkpoints, policy, console, config.grpo.updates_per_step, ranks)
         else:
             done = 0
             ranks.once(run.begin)
-        choice = ranks.each(choose, config, policy)
         console.print(str(choice), highlight=False)
         ranks.once(run.note, rollouts={"engine": choice.engine, "reason": choice.reason})
         with blaming("rollout"):
@@ -197,20 +197,28 @@ def go_back(
     ranks: Ranks,
 ) -> int:
     """Policy and run folder both as they were when the last whole checkpoint was saved (or at the very start). Returns
-    the steps done. ConfigError if the checkpoint's updates are not whole steps of `updates_per_step`.
+    the steps done. ConfigError if a step had another number of updates when the checkpoint was saved.
     """
     ranks.once(checkpoints.recover)
+    before = ranks.once(updates_made, run)
     found = checkpoints.load_latest(policy)
     step, rest = divmod(policy.step, updates_per_step)
-    if rest:
+    if rest or (found and before != updates_per_step):
         raise ConfigError(
-            f"grpo.mini_batch_prompts: the checkpoint has {policy.step} optimizer updates, which are not whole steps "
-            f"of {updates_per_step} updates; resume with the mini-batches the run was started with"
+            f"grpo.mini_batch_prompts: the checkpoint has {policy.step} optimizer updates, {before} a step, but this "
+            f"configuration makes {updates_per_step} a step; resume with the mini-batches the run was started with"
         )
     ranks.once(run.truncate_after, step)
     ranks.once(checkpoints.forget_best_after, step)
     console.print(f"resuming {run.path} after step {step}" if found else f"{run.path}: no checkpoint yet")
     return step
+
+
+def updates_made(run: RunFolder) -> int:
+    """Optimizer updates a step, by the run's own configuration, whichever command and version wrote it."""
+    grpo = run.config().get("grpo", {})
+    prompts = grpo.get("prompts_per_step", 1)
+    return prompts // (grpo.get("mini_batch_prompts") or prompts)
 
 
 SAME_REQUEST = 2.0

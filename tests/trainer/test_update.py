@@ -71,6 +71,10 @@ def test_a_step_of_several_updates_trains_resumes_and_counts_steps(tiny_config):
     assert [row["step"] for row in RunFolder(folder).evals()] == [0, 1, 2, 3]
     with pytest.raises(ConfigError, match="mini_batch_prompts: the checkpoint has 6 optimizer updates"):
         run_training(load_config(config, ["steps=5", "grpo.prompts_per_step=4"]), resume=True)
+    # 6 are whole steps of 3 too, but not of the steps that were made: metrics of step 3 would be dropped.
+    with pytest.raises(ConfigError, match="6 optimizer updates, 2 a step, but this configuration makes 3 a step"):
+        run_training(load_config(config, ["steps=5", "grpo.prompts_per_step=3"]), resume=True)
+    assert [row["step"] for row in RunFolder(folder).metrics()] == [1, 2, 3]
 
 
 def test_a_failure_in_the_middle_of_a_step_saves_no_half_of_it(tiny_config, monkeypatch):

@@ -125,7 +125,8 @@ def test_vllm_that_is_asked_for_and_missing_is_an_error(tiny_config, monkeypatch
     with pytest.raises(
         ConfigError, match=r"rollout\.engine: vllm, but vLLM is not installed; use transformers, or auto"
     ):
-        run(tiny_config(rollout__engine="vllm"))
+        run(config := tiny_config(rollout__engine="vllm"))
+    assert not (config.parent / "runs" / "tiny").exists()  # so that the corrected command needs no --resume
 
 
 def test_a_model_that_vllm_has_no_attention_for_is_sampled_by_transformers(tiny_config, monkeypatch):
