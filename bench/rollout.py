@@ -150,8 +150,12 @@ def steps(model: str) -> dict[str, Any]:
         shares = [f"{phases[phase]:.1f} ({phases[phase] / total:.0%})" for phase in PHASES]
         table.append([name, *shares, f"{total:.1f}"])
     print_table(["seconds of a step", *PHASES, "together"], table)
-    lockstep, overlapped = (sum(found[f"vLLM, slow judge, {s}"].values()) for s in ("lockstep", "overlapped"))
-    print(f"\noverlapped takes {overlapped / lockstep:.0%} of the time of lockstep")
+    lockstep, overlapped = (
+        sum(found[f"vLLM, slow judge, {schedule}"][phase] for phase in PHASES[:3])
+        for schedule in ("lockstep", "overlapped")
+    )
+    print(f"\nsampling and grading take {lockstep:.1f} s in lockstep, {overlapped:.1f} s overlapped", end=" ")
+    print(f"({overlapped / lockstep:.0%})")
     return found
 
 
