@@ -58,7 +58,7 @@ def _init_deepspeed_comm() -> None:
     # DeepSpeed still calls collectives by names that torch is about to rename; it says so on every call.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     # DeepSpeed reads this even though the group exists already.
-    os.environ.setdefault("LOCAL_RANK", "0")
+    os.environ.setdefault("LOCAL_RANK", str(local_rank()))
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
 
 
