@@ -121,6 +121,7 @@ def offload_optimizer(policy: PolicyEngine | FrozenPolicy) -> None:
     if (optimizer := _movable(policy)) is not None:
         from deepspeed.runtime.zero.offload_states import offload_optimizer_states
 
+        _unlink_moments(policy)
         offload_optimizer_states(optimizer, "cpu", pin_memory=policy.device.type == "cuda")
         torch.cuda.synchronize()
 
@@ -132,6 +133,18 @@ def reload_optimizer(policy: PolicyEngine | FrozenPolicy) -> None:
         waiting = reload_optimizer_states(optimizer, policy.device)
         torch.cuda.synchronize()
         del waiting  # the copies read from it until here
+
+
+def _unlink_moments(policy: PolicyEngine | FrozenPolicy) -> None:
+    """Under ZeRO 1 and 2 DeepSpeed gives every parameter views of its moments at a step: they would keep on the GPU
+    what has gone to host memory, for good. The next step makes them anew.
+    """
+    outer = policy.engine.optimizer  # type: ignore[union-attr]
+    if getattr(outer, "_hp_optimizer_states_linked", False):
+        for parameter in policy.model.parameters():
+            if getattr(parameter, "_hp_mapping", None) is not None:
+                parameter._hp_mapping.optim_fragment = None
+        outer._hp_optimizer_states_linked = False
 
 
 def _movable(policy: PolicyEngine | FrozenPolicy) -> torch.optim.Optimizer | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from types import SimpleNamespace
 
 import pytest
@@ -121,3 +122,25 @@ def test_adams_moments_come_back_as_they_went(tmp_path, monkeypatch, stage):
         stats = [policy.train_step(a_step(i), temperature=1.0) for i in (1, 2)]
         norms.append([(s.loss, s.grad_norm) for s in stats])
     assert norms[0] == norms[1]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_nothing_keeps_the_place_that_moments_have_left(tmp_path, monkeypatch, stage):
+    """A view of them that somebody else holds would keep their memory on the GPU. (Moving is copying here.)"""
+    from deepspeed.runtime.zero import offload_states
+
+    def copy_elsewhere(optimizer, device, pin_memory):
+        for state in optimizer.state.values():
+            state.update({key: value.clone() for key, value in state.items() if torch.is_tensor(value)})
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(offload_states, "offload_optimizer_states", copy_elsewhere)
+    policy = PolicyEngine(make_tiny(tmp_path / "tiny"), EngineConfig(zero_stage=stage, lr=1e-2, warmup_steps=0))
+    for step in (0, 1):
+        policy.train_step(a_step(step), temperature=1.0)
+        moments = [s[key] for s in weight_sync._movable(policy).state.values() for key in ("exp_avg", "exp_avg_sq")]
+        weight_sync.offload_optimizer(policy)
+        places, ours = {t.untyped_storage().data_ptr() for t in moments}, {id(t) for t in moments}
+        tensors = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and id(t) not in ours]
+        strided = (t for t in tensors if t.device.type == "cpu" and t.layout == torch.strided)
+        assert not [tuple(t.shape) for t in strided if t.untyped_storage().data_ptr() in places]
