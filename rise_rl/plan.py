@@ -87,7 +87,7 @@ def workload(config: Config, shape: ModelShape, ranks: int) -> Workload:
     grpo, guidance = config.grpo, config.guidance
     group = grpo.group_size + (guidance.rollouts if guidance.enabled else 0)
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_new_tokens
-    packed = config.engine.attention in ("auto", "sdpa")
+    packed = config.engine.attention != "eager"
     prompts = -(-(grpo.prompts_per_step // grpo.updates_per_step) // ranks)
     tokens = prompts * (prompt + group * response if packed else group * (prompt + response))
     hint = guidance.budget_tokens if guidance.enabled else config.scaffold.budget_tokens

@@ -63,8 +63,11 @@ def _changes(work: Workload, s: Setting) -> Iterator[tuple[str, str, dict[str, A
     if s.stage == 3 and s.live > live:
         yield "engine.deepspeed.zero_optimization.stage3_max_live_parameters", str(live), {}, {"live": live}
     if not s.on_cpu and not s.offload_optimizer:
-        yield "engine.offload.optimizer", "true", {}, {"offload_optimizer": True, "stage": max(s.stage, 2)}
+        stage = max(s.stage, 2)
+        value = f"true (and engine.zero_stage={stage})"
+        yield "engine.offload.optimizer", value, {}, {"offload_optimizer": True, "stage": stage}
     if not s.on_cpu and not s.offload_parameters:
-        yield "engine.offload.parameters", "true", {}, {"offload_parameters": True, "stage": 3}
+        value = "true (and engine.zero_stage=3)"
+        yield "engine.offload.parameters", value, {}, {"offload_parameters": True, "stage": 3}
     if s.lora_rank is None:
         yield "engine.lora.rank", "32", {}, {"lora_rank": 32}

@@ -139,9 +139,19 @@ class Workload:
         return self.tokens if alone else self.tokens + self.responses * self.prompt
 
     @property
+    def square(self) -> bool:
+        """Packed responses longer than their prompt attend with its queries again, without a mask (attention.py)."""
+        return self.packed and self.responses > 1 and self.response > self.prompt
+
+    @property
+    def queries(self) -> int:
+        """Query rows that attention gathers."""
+        return self.keys if self.square else self.tokens
+
+    @property
     def mask(self) -> int:
         """Elements of its attention masks; plain causal rows have none."""
-        if not self.packed or self.responses == 1:
+        if not self.packed or self.responses == 1 or self.square:
             return 0
         return self.responses * self.response * (self.prompt + self.response)
 
@@ -171,7 +181,7 @@ class Setting:
     vllm_sleep: int = 2
 
 
-def saved_per_token(shape: ModelShape, b: int, keys_per_token: float, packed: bool) -> float:
+def saved_per_token(shape: ModelShape, b: int, work: Workload) -> float:
     """Bytes that one layer keeps for its backward pass, per token, without attention masks.
 
     transformers' RMSNorm keeps its input in float32, the normalized rows and (by the linear map behind it) the result;
@@ -181,7 +191,8 @@ def saved_per_token(shape: ModelShape, b: int, keys_per_token: float, packed: bo
     d, q, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     norms = 2 * (FLOAT32 + 2 * b) * d
     qk_norms = (FLOAT32 + b) * (q + kv) if shape.qk_norm else 0
-    attention = b * ((3 if packed else 2) * q + 2 * kv * keys_per_token) + FLOAT32 * shape.heads
+    queries, keys = work.queries / work.tokens, work.keys / work.tokens
+    attention = b * ((1 + 2 * queries if work.packed else 2) * q + 2 * kv * keys) + FLOAT32 * shape.heads * queries
     rms = FLOAT32 * (2 + (shape.heads + shape.kv_heads if shape.qk_norm else 0))
     return norms + qk_norms + attention + rms + 4 * b * shape.intermediate
 
@@ -190,7 +201,7 @@ def activations(shape: ModelShape, work: Workload, setting: Setting) -> tuple[fl
     """(when the forward pass ends, at most during the backward pass): what all layers hold, masks included."""
     b, t = setting.dtype_bytes, work.tokens
     # The boolean mask is shared by all layers; each keeps a copy of it in the training dtype.
-    layer = t * saved_per_token(shape, b, work.keys / t, work.packed) + b * work.mask
+    layer = t * saved_per_token(shape, b, work) + b * work.mask
     kept = t * b * shape.hidden if setting.checkpointing else layer
     final = t * (FLOAT32 + b) * shape.hidden + work.mask
     forward = shape.layers * kept + final + t * b * shape.hidden
@@ -277,7 +288,8 @@ def plan_memory(shape: ModelShape, work: Workload, setting: Setting, device_byte
         held[GATHERED] = b * min(p, s.live)
     if s.reference and s.lora_rank is None:
         held[REFERENCE] = b * (p / w if split else p)
-    state = 8 * n if s.stage == 0 else 12 * share  # two moments; and float32 master weights
+    moments = 2.0 * FLOAT32 * (n if s.stage == 0 else share)
+    state = moments + (FLOAT32 * share if s.stage else 0.0)  # and float32 master weights
     if s.offload_optimizer:
         host |= {OPTIMIZER: state, GRADIENTS: 2 * FLOAT32 * share, PARAMETERS: b * share}
         held[DEEPSPEED] = b * e
@@ -285,6 +297,8 @@ def plan_memory(shape: ModelShape, work: Workload, setting: Setting, device_byte
         held[OPTIMIZER] = state
     if s.vllm is not None and (s.on_cpu or s.vllm_sleep == 0):
         held[VLLM] = _vllm(shape, work, s, device_bytes)
+    elif s.vllm is not None and OPTIMIZER in held:
+        host[OPTIMIZER] = moments
     if s.offload_parameters:
         host[PARAMETERS] = host.get(PARAMETERS, 0.0) + held.pop(PARAMETERS)
 
@@ -326,19 +340,19 @@ def plan_memory(shape: ModelShape, work: Workload, setting: Setting, device_byte
         "update": phase(after_backward, (bucket if split else 0.0) + updating),
     }
     return MemoryPlan(
-        phases | {"rollout": _rollout(shape, work, s, held, device_bytes, bucket if split else 0.0)}, host
+        phases | {"rollout": _rollout(shape, work, s, held, host, device_bytes, bucket if split else 0.0)}, host
     )
 
 
 def _rollout(
-    shape: ModelShape, work: Workload, s: Setting, held: Amounts, device_bytes: int, buffers: float
+    shape: ModelShape, work: Workload, s: Setting, held: Amounts, host: Amounts, device_bytes: int, buffers: float
 ) -> Amounts:
     found = dict(held)
     found[DEEPSPEED] = found.get(DEEPSPEED, 0.0) + buffers
     if s.vllm is not None:
         found[VLLM] = _vllm(shape, work, s, device_bytes)
-        if not s.on_cpu and s.vllm_sleep:
-            found.pop(OPTIMIZER, None)  # waits in host memory
+        if not s.on_cpu and s.vllm_sleep and OPTIMIZER in found:
+            found[OPTIMIZER] -= host[OPTIMIZER]  # the moments wait there; the master weights stay
     elif work.rows:
         found[CACHE] = kv_cache(shape, work, s)
         # Logits, their float32 probabilities and the sampler's padded copy.

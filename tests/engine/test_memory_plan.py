@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 from rise_engine import attention
 from rise_engine.config import EngineConfig
 from rise_engine.head import install_head
-from rise_engine.memory_advice import advise
+from rise_engine.memory_advice import _changes, advise
 from rise_engine.memory_plan import (
     ModelShape,
     Setting,
@@ -112,17 +112,17 @@ def test_models_that_cannot_be_planned_are_refused_by_name(tmp_path):
 # --- activations ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("packed, response", [(True, 50), (True, 150), (False, 50)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])
-def test_activations_are_the_bytes_that_autograd_saves(kind, dtype, packed):
+def test_activations_are_the_bytes_that_autograd_saves(kind, dtype, packed, response):
     """Counted with hooks on everything that a forward pass saves, parameters aside, each storage once."""
     config_class, model_class = KIND[kind]
     torch.manual_seed(0)
     model = model_class(config_class(**FIELDS, tie_word_embeddings=True)).to(dtype).train()
     model.set_attn_implementation(attention.NAME if packed else "sdpa")
     install_head(model, LossSpec(), 64)
-    work = replace(WORK, packed=packed, several=False, micro_batch=10**6)
+    work = replace(WORK, packed=packed, response=response, several=False, micro_batch=10**6)
     sequences = [
         TrainSequence("0", tuple(range(work.prompt)), tuple(range(i, i + work.response)), 1e-3, (-1.0) ** i)
         for i in range(work.group)
@@ -163,6 +163,9 @@ def test_a_packed_group_repeats_the_prompts_keys_and_needs_masks():
     assert WORK.mask == 4 * 50 * 150
     alone = replace(WORK, micro_batch=100)
     assert (alone.tokens, alone.responses, alone.mask, alone.keys) == (150, 1, 0, 150)
+    long = replace(WORK, response=101)
+    assert (WORK.square, WORK.queries) == (False, 4096)
+    assert (long.square, long.mask, long.queries, long.keys) == (True, 0, 4096 + 4 * 100, 4096 + 4 * 100)
     padded = replace(WORK, packed=False, micro_batch=310)
     assert (padded.tokens, padded.responses, padded.scored, padded.mask) == (310, 2, 110, 0)
 
@@ -223,7 +226,11 @@ def test_vllm_takes_its_share_only_while_it_samples_unless_it_never_sleeps():
     plan = plan_memory(shape, WORK, gpu, 10 * GIB)
     assert plan.phases["rollout"]["vLLM"] == 5 * GIB
     assert "optimizer" not in plan.phases["rollout"]
+    assert plan.host["optimizer"] == plan.phases["update"]["optimizer"] == 8 * shape.parameters
     assert "vLLM" not in plan.phases["update"]
+    split = plan_memory(shape, WORK, replace(gpu, stage=2, ranks=4), 10 * GIB)  # the float32 master weights stay
+    assert split.phases["rollout"]["optimizer"] == 4 * shape.parameters / 4
+    assert split.host["optimizer"] == 8 * shape.parameters / 4
     assert plan_memory(shape, WORK, replace(gpu, vllm_sleep=0), 10 * GIB).phases["update"]["vLLM"] == 5 * GIB
 
 
@@ -280,6 +287,16 @@ def test_there_is_no_advice_where_it_fits_and_only_true_savings_elsewhere():
     assert advice
     assert all(a.saves > 0 for a in advice)
     assert "engine.zero_stage" not in [a.key for a in advice]  # one rank has nobody to share with
+
+
+def test_offloading_is_advised_with_the_stage_that_it_needs():
+    """Alone, neither key loads under the default stage 0, also where bfloat16 makes it run as 2."""
+    value = {key: value for key, value, *_ in _changes(WORK, replace(SETTING, stage=2, on_cpu=False))}
+    for name, stage in (("optimizer", 2), ("parameters", 3)):
+        assert value[f"engine.offload.{name}"] == f"true (and engine.zero_stage={stage})"
+        EngineConfig(zero_stage=stage, offload={name: True})
+        with pytest.raises(ValueError, match=f"offload.{name} needs zero_stage"):
+            EngineConfig(zero_stage=0, offload={name: True})
 
 
 # --- DeepSpeed's own buffers, and measured peaks --------------------------------------------------------------------

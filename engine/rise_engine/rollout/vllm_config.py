@@ -21,6 +21,6 @@ class VllmConfig(BaseModel):
     sleep: Literal[0, 1, 2] = Field(
         2,
         description="What vLLM gives back while the policy trains (GPU): 0 nothing; 1 its cache, while weights "
-        "wait in host memory; 2 cache and weights, which the sync sends again anyway. At 1 and 2 the optimizer's state "
-        "waits in host memory while answers are sampled.",
+        "wait in host memory; 2 cache and weights, which the sync sends again anyway. At 1 and 2 Adam's moments "
+        "wait in host memory while answers are sampled.",
     )
