@@ -37,6 +37,7 @@ def gathered(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             with deepspeed.zero.GatheredParameters([parameter for _, parameter in bucket]):
                 whole = [(name, parameter.detach().clone()) for name, parameter in bucket]
             yield from whole
+            del whole  # before the next bucket is gathered
         else:
             yield from ((name, parameter.detach()) for name, parameter in bucket)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from rise_engine import weight_sync
+from rise_engine import weight_sync, weights_stream
 from rise_engine.config import EngineConfig
 from rise_engine.policy import PolicyEngine
 from rise_engine.weight_sync import WeightSync
@@ -144,3 +145,25 @@ def test_nothing_keeps_the_place_that_moments_have_left(tmp_path, monkeypatch, s
         tensors = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and id(t) not in ours]
         strided = (t for t in tensors if t.device.type == "cpu" and t.layout == torch.strided)
         assert not [tuple(t.shape) for t in strided if t.untyped_storage().data_ptr() in places]
+
+
+def test_a_bucket_is_let_go_before_the_next_is_gathered(tmp_path, monkeypatch):
+    """But for its last tensor, which whoever passes it on still names."""
+    import deepspeed
+
+    policy = PolicyEngine(make_tiny(tmp_path / "tiny"), EngineConfig(zero_stage=3))
+    seen: list[weakref.ref] = []
+    alive: list[int] = []
+    gather = deepspeed.zero.GatheredParameters
+
+    def watched(parameters):
+        alive.append(sum(ref() is not None for ref in seen))
+        return gather(parameters)
+
+    monkeypatch.setattr(deepspeed.zero, "GatheredParameters", watched)
+    monkeypatch.setattr(weights_stream, "BUCKET_BYTES", 20_000)
+    for _, tensor in weights_stream.named_weights(policy):
+        seen.append(weakref.ref(tensor))
+        del tensor
+    assert 2 < len(alive) < len(seen) / 2  # several buckets of several tensors
+    assert max(alive) <= 1

@@ -84,6 +84,9 @@ def test_the_workload_is_the_longest_that_the_configuration_allows(tiny_config):
     shape = plan_run(load_config(tiny_config(), keys)).shape
     work = workload(load_config(tiny_config(), keys), shape, 1)
     assert (work.prompt, work.response, work.group, work.rows, work.packed) == (50, 100, 9, 5, True)
+    for attention, packed in (("sdpa", True), ("flash_attention_2", True), ("eager", False)):
+        config = load_config(tiny_config(), [*keys, f"engine.attention={attention}"])
+        assert workload(config, shape, 1).packed is packed
     assert work.several  # 4 prompts of 50 + 9 x 100 tokens
     assert not workload(load_config(tiny_config(), keys), shape, 4).several
     # One update of two prompts each: 1900 tokens.
