@@ -15,19 +15,20 @@ from .data import Example
 @dataclass(frozen=True)
 class PromptOrder:
     """Epochs of whole batches. What does not fill a batch at an epoch's end is left out of that epoch (as verl), so a
-    step never holds a prompt twice; shuffling decides anew each epoch what that is.
+    step never holds a prompt twice; shuffling decides anew each epoch what that is. key: what batch_size is called in
+    the configuration.
     """
 
     examples: Sequence[Example]
     batch_size: int
     seed: int
     shuffle: bool = True
+    key: str = "grpo.prompts_per_step"
 
     def __post_init__(self) -> None:
         if len(self.examples) < self.batch_size:
             raise ConfigError(
-                f"grpo.prompts_per_step: {self.batch_size} prompts a step, but the training data has only "
-                f"{len(self.examples)}"
+                f"{self.key}: {self.batch_size} prompts a step, but the training data has only {len(self.examples)}"
             )
 
     @property

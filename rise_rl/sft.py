@@ -153,7 +153,9 @@ class SftTrainer:
         held = ranks.each(demonstrations, validation, policy.tokenizer, config.data, stop_id)
         self.validation = list(held.values())
         kept = [e for e in train if e.uid in self.rows]
-        self.order = PromptOrder(kept, config.answers_per_step, config.seed, config.data.shuffle)
+        self.order = PromptOrder(
+            kept, config.answers_per_step, config.seed, config.data.shuffle, key="answers_per_step"
+        )
         self.steps = config.epochs * self.order.steps_per_epoch
 
     def step(self) -> None:

@@ -97,23 +97,31 @@ class Trainer:
         try:
             return self._train()
         except (RiseError, EngineError) as error:
-            worth_it = self.ranks.all_raise(error) and not isinstance(error, CheckpointError)
             # Not in the middle of a step: some of its updates would be made again.
             whole = self.policy.step == self.done * self.config.grpo.updates_per_step
-            if worth_it and whole and self.history and self.history[-1]["step"] == self.done:
+            if self._can_save(error) and whole and self.history and self.history[-1]["step"] == self.done:
                 self.save()
             raise
 
+    def _can_save(self, error: Exception) -> bool:
+        return self.ranks.all_raise(error) and not isinstance(error, CheckpointError)
+
     def _train(self) -> bool:
         self.sync()
-        if self.done == 0:
+        # Step 0, or one whose evaluation failed after it was trained.
+        if self._due(self.config.evaluation.every) and not self.ranks.once(self._evaluated):
             self.evaluate()
         self.times.take()
         while self.done < self.config.steps:
             started = time.perf_counter()
             metrics = self.step(self.done + 1)
             if self._due(self.config.evaluation.every):
-                self.evaluate()
+                try:
+                    self.evaluate()
+                except (RiseError, EngineError) as error:
+                    if self._can_save(error):
+                        self._log(metrics, started)  # the step itself is whole
+                    raise
             self._log(metrics, started)
             stopping = self.ranks.any(self.should_stop())
             if stopping or self._due(self.config.checkpoint.every):
@@ -191,6 +199,9 @@ class Trainer:
                 self.checkpoints.save_best(self.policy, {"step": record["step"], "reward": record["reward/mean"]})
             self.ranks.once(self.run.log_eval, record)
         self.progress.evaluated(record)
+
+    def _evaluated(self) -> bool:
+        return any(record["step"] == self.done for record in self.run.evals())
 
     def save(self) -> None:
         with self.times("checkpoint"):

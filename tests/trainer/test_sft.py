@@ -117,6 +117,8 @@ def test_rows_that_cannot_be_learnt_are_named(sft_config, tmp_path):
         run_sft(load(path, "data.max_answer_tokens=4"))
     with pytest.raises(ConfigError, match="9 of 9 rows would leave nothing to train on"):
         run_sft(load(path, "data.validation=1"))
+    with pytest.raises(ConfigError, match=r"^answers_per_step: 9 prompts a step, but the training data has only 8"):
+        run_sft(load(path, "answers_per_step=9"))
     assert not (tmp_path / "runs/sft").exists()
 
 

@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+import rise_rl.trainer
 from rise_rl.config import load_config
+from rise_rl.graders.errors import JudgeUnavailable
 from rise_rl.launch import run_training
+from rise_rl.run_folder import RunFolder
 from tests.graders.fake_server import FakeJudge, Reply, honest
 from tests.trainer.conftest import row
 
@@ -104,6 +107,31 @@ def test_a_judge_that_fails_makes_unknown_verdicts_and_no_rewards(tiny_config):
     broken = sum(r["uid"] == "j1" for r in records(folder, 1))
     assert m["unknown_verdicts"] == m["ungraded_samples"] == broken > 0
     assert m["sequences/forwarded"] + m["sequences/skipped"] <= 4 + 2  # only the graded prompt takes part
+
+
+def test_a_judge_that_is_down_during_an_evaluation_costs_no_step_and_the_evaluation_comes_later(
+    tiny_config, monkeypatch
+):
+    config = tiny_config(steps=4, checkpoint__every=0)  # evaluates after 0, 2 and 4 steps
+    _, whole = run(config, "name=whole")
+    evaluate, calls = rise_rl.trainer.evaluate, []
+
+    def down_once(*args, **keywords):
+        calls.append(1)
+        if len(calls) == 2:
+            raise JudgeUnavailable("the judge is down")
+        return evaluate(*args, **keywords)
+
+    monkeypatch.setattr(rise_rl.trainer, "evaluate", down_once)
+    with pytest.raises(JudgeUnavailable):
+        run(config)
+    folder = run_training(load_config(config), resume=True)
+    found, expected = RunFolder(folder), RunFolder(whole)
+    assert [r["after_step"] for r in found.manifest()["resumes"]] == [2]
+    assert [m["loss"] for m in found.metrics()] == [m["loss"] for m in expected.metrics()]
+    assert found.evals() == expected.evals()
+    run_training(load_config(config), resume=True)  # nothing is left to do: no evaluation is repeated
+    assert len(calls) == 4
 
 
 @pytest.mark.parametrize("model_kind", ["qwen3", "llama"])
