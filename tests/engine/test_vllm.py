@@ -7,6 +7,8 @@ import random
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -14,6 +16,7 @@ import torch
 
 from rise_engine.config import LoraSettings
 from rise_engine.parity import ParityError, parity_probe
+from rise_engine.rollout import vllm_start
 from rise_engine.rollout.base import RolloutRequest, Sampling
 from rise_engine.rollout.checks import RequestError, RolloutError
 from rise_engine.rollout.vllm import VllmRollout, VllmStream
@@ -380,6 +383,20 @@ def test_a_request_over_the_context_names_itself_and_leaves_nothing_behind(tied)
 def test_starting_leaves_the_process_as_it_was(started):
     _, (before, after, *_) = started
     assert after == before
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_start_without_enough_memory_names_the_key_that_decides_it(monkeypatch, device):
+    def refuses(**settings):
+        raise ValueError("Free memory is less than desired. Decrease GPU memory utilization")
+
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(vllm_start, "imported", lambda: nullcontext(SimpleNamespace(LLM=refuses)))
+    monkeypatch.setattr(vllm_start, "arguments", lambda policy, **_: {})
+    policy = SimpleNamespace(device=torch.device(device))
+    with pytest.raises(ValueError, match=r"vLLM does not start: Free memory is less") as raised:
+        vllm_start.start(policy, context_length=8, max_rows=1, subset=False, config=VllmConfig(memory_fraction=0.7))
+    assert ("rollout.vllm.memory_fraction, 0.7" in str(raised.value)) == (device == "cuda")
 
 
 def test_the_process_is_put_back_even_if_the_start_fails(monkeypatch):

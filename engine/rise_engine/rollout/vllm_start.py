@@ -97,7 +97,11 @@ def start(
             keep_to_process_groups()
         if policy.device.type == "cuda":  # vLLM reads its GPU from there, and not every launcher sets it
             os.environ["LOCAL_RANK"] = str(policy.device.index or 0)
-        llm = vllm.LLM(**settings)
+        try:
+            llm = vllm.LLM(**settings)
+        except ValueError as error:
+            share = f"; gpu_memory_utilization is rollout.vllm.memory_fraction, {config.memory_fraction}, here"
+            raise ValueError(f"vLLM does not start: {error}{share if policy.device.type == 'cuda' else ''}") from error
     # vLLM's own clean-up also destroys the default process group, which is the trainer's.
     client = llm.llm_engine.engine_core
     client._finalizer.detach()
