@@ -140,6 +140,15 @@ class GuidanceConfig(Section):
             raise ValueError("expected at least one template")
         return templates
 
+    @model_validator(mode="after")
+    def _one_filter(self) -> GuidanceConfig:
+        if self.coupled and self.drop_truncated:
+            raise ValueError(
+                "drop_truncated is part of the filter, and coupled guided answers pass no filter; "
+                "grpo.mask_truncated leaves truncated answers out of the loss, guided ones too"
+            )
+        return self
+
 
 class ScaffoldConfig(Section):
     """RuscaRL: natural rollouts see some of their rubric in a system message (docs/baselines.md)."""
