@@ -64,7 +64,7 @@ def test_models_are_found_by_folder_by_file_and_by_published_name(tiny_config, t
     ],
 )
 def test_a_model_that_is_not_there_is_an_error_that_says_what_to_do(tiny_config, monkeypatch, model, message):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # the variable is read at import
     code, output = run("plan", tiny_config(), f"model={model}")
     assert code == 2
     assert message in output
