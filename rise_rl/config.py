@@ -178,7 +178,7 @@ class RolloutConfig(Section):
     )
     vllm: VllmConfig = Field(default_factory=VllmConfig, description="How vLLM shares the machine with the trainer.")
     max_new_tokens: Positive = Field(8192, description="Longest response, in tokens.")
-    temperature: float = Field(1.0, gt=0, description="Sampling temperature; log-probs in training use the same.")
+    temperature: float = Field(1.0, ge=0.01, description="Sampling temperature; log-probs in training use the same.")
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; below 1 needs subset_sampling.")
     top_k: int = Field(0, ge=0, description="Top-k sampling; above 0 needs subset_sampling.")
     subset_sampling: bool = Field(

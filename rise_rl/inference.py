@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,7 @@ def export_run(run: Path, folder: Path, *, best: bool) -> Path:
             raise RunFolderError(f"{run}: no best model; it is kept when the run evaluates on held-out prompts")
         with new_folder(folder) as aside:
             for path in (store.folder / "best").iterdir():
-                (aside / path.name).write_bytes(path.read_bytes())
+                shutil.copyfile(path, aside / path.name)
         return folder
     if store.latest() is None:
         raise RunFolderError(f"{run}: no checkpoint to export")

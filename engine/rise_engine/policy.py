@@ -117,8 +117,7 @@ class PolicyEngine:
         Raises NonFiniteError, naming the sequences, before anything is updated. Collective: all ranks call it together.
         """
         started = time.perf_counter()
-        check_consistent(sequences, self.loss)
-        self._check_lengths(sequences)
+        agreement.each(self._check, sequences)
         forwarded = [s for s in sequences if with_stats or can_matter(s, self.loss)]
         batches = plan(forwarded, self.config.micro_batch_tokens, self.layout)
         rounds = int(all_ranks_max(len(batches), self.device))
@@ -209,7 +208,7 @@ class PolicyEngine:
 
         Collective: all ranks call it together.
         """
-        self._check_lengths(sequences)
+        agreement.each(self._check_lengths, sequences)
         return token_logprobs(
             self.engine.module,
             sequences,
@@ -237,6 +236,10 @@ class PolicyEngine:
 
     def _build(self, sequences: Sequence[HasTokens], chunks: Sequence[Chunk]) -> MicroBatch:
         return build(sequences, chunks, self.layout, pad_id=self.pad_id, device=self.device)
+
+    def _check(self, sequences: Sequence[TrainSequence]) -> None:
+        check_consistent(sequences, self.loss)
+        self._check_lengths(sequences)
 
     def _check_lengths(self, sequences: Sequence[HasTokens]) -> None:
         longest = max((len(s.prompt_ids) + len(s.response_ids) for s in sequences), default=0)

@@ -44,7 +44,7 @@ def test_overrides_and_round_trip(config_file, tmp_path):
         ("grpo.group_size=1", r"grpo\.group_size: .*greater than or equal to 2.*found 1"),
         ("guidance.gamma=0", r"guidance\.gamma: .*greater than 0"),
         ("rollout.top_p=0.9", r"rollout: top_p < 1 or top_k > 0 .* training needs top_p 1"),
-        ("rollout.temperature=0", r"rollout\.temperature: .*greater than 0"),
+        ("rollout.temperature=0", r"rollout\.temperature: .*greater than or equal to 0.01"),
         ("guidance.templates=[no slot]", r"guidance\.templates: .*\{hint\} exactly once, found 'no slot'"),
         ("guidance={coupled: true, drop_truncated: true}", r"guidance: drop_truncated .* no filter"),
         ("grpo.overlong_buffer=9000", r"grpo\.overlong_buffer \(9000\) is longer than rollout\.max_new_tokens"),

@@ -163,7 +163,8 @@ def test_generating_does_not_disturb_training(tiny_folder):
     [
         (Sampling(5, top_p=0.9), "top_p 0.9.*renormalised over a subset"),
         (Sampling(5, top_k=20), "top_k 20.*renormalised over a subset"),
-        (Sampling(5, temperature=-1.0), "temperature must be >= 0"),
+        (Sampling(5, temperature=-1.0), "temperature must be 0 .greedy. or at least 0.01, found -1.0"),
+        (Sampling(5, temperature=0.004), "temperature must be 0 .greedy. or at least 0.01, found 0.004"),
         (Sampling(0), "max_new_tokens must be >= 1"),
         (Sampling(510), "prompt of 3 tokens and max_new_tokens 510 need 513 tokens; the context is 512"),
     ],

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from ..errors import EngineError
 from .base import RolloutRequest, Sampling
 
+COLDEST = 0.01
+"""vLLM samples at this temperature where a lower one is asked for; log-probs would then be of another distribution."""
+
 
 class RolloutError(EngineError):
     """Answers cannot be sampled; the message says why and what to do. Nothing was trained on meanwhile."""
@@ -27,8 +30,10 @@ def check_version(synced: int | None, policy_step: int) -> int:
 
 def check_requests(requests: Sequence[RolloutRequest], sampling: Sampling, context_length: int) -> None:
     """RequestError for sampling or prompts that cannot be served."""
-    if sampling.temperature < 0:
-        raise RequestError(f"sampling: temperature must be >= 0, found {sampling.temperature}")
+    if not (sampling.temperature == 0 or sampling.temperature >= COLDEST):
+        raise RequestError(
+            f"sampling: temperature must be 0 (greedy) or at least {COLDEST}, found {sampling.temperature}"
+        )
     if sampling.max_new_tokens < 1:
         raise RequestError(f"sampling: max_new_tokens must be >= 1, found {sampling.max_new_tokens}")
     for request in requests:

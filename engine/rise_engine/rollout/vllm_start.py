@@ -32,9 +32,10 @@ if TYPE_CHECKING:
 CPU_BLOCK = 32
 """Tokens of a cache block on a CPU (its kernels want a multiple of 32): the smaller, the more of a prompt is shared."""
 
+IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
+"""Always 0: the engine lives in this process, where its worker reads the trainer's tensors directly."""
+
 SETTINGS = {
-    # The engine lives in this process: its worker reads the trainer's tensors directly.
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
@@ -76,6 +77,7 @@ def imported() -> Iterator[Any]:
     """The vllm package, quiet and with this process left as it was."""
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
+    os.environ[IN_PROCESS] = "0"
     with undisturbed(), silenced(), quiet():
         import vllm
 
