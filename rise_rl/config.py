@@ -257,6 +257,12 @@ class Config(RunConfig):
         """Whether some training prompts show criteria."""
         return self.guidance.enabled or self.scaffold.enabled
 
+    @property
+    def hint_tokens(self) -> int:
+        """Tokens by which the criteria shown may lengthen a training prompt."""
+        shown = self.scaffold if self.scaffold.enabled else self.guidance
+        return shown.budget_tokens if self.hints else 0
+
     @model_validator(mode="after")
     def _consistent(self) -> Config:
         if self.grpo.overlong_buffer > self.rollout.max_new_tokens:

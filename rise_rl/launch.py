@@ -71,8 +71,7 @@ def grader_for(examples: Sequence[Example], *, judge: JudgeConfig | None, plugin
 def check_context(config: Config, context_length: int, *, guidance: bool) -> None:
     """ConfigError unless the longest prompt, hint and answer fit the model together."""
     section = "scaffold" if config.scaffold.enabled else "guidance"
-    hint = getattr(config, section).budget_tokens if guidance else 0
-    needed = config.data.max_prompt_tokens + hint + config.rollout.max_new_tokens
+    needed = config.data.max_prompt_tokens + config.rollout.max_new_tokens + (config.hint_tokens if guidance else 0)
     if needed > context_length:
         parts = f"data.max_prompt_tokens + {f'{section}.budget_tokens + ' if guidance else ''}rollout.max_new_tokens"
         raise ConfigError(f"{parts} = {needed}, but {config.model} has a context of {context_length} tokens")

@@ -90,7 +90,6 @@ def workload(config: Config, shape: ModelShape, ranks: int) -> Workload:
     packed = config.engine.attention != "eager"
     prompts = -(-(grpo.prompts_per_step // grpo.updates_per_step) // ranks)
     tokens = prompts * (prompt + group * response if packed else group * (prompt + response))
-    hint = guidance.budget_tokens if guidance.enabled else config.scaffold.budget_tokens
     return Workload(
         prompt=prompt,
         response=response,
@@ -99,7 +98,7 @@ def workload(config: Config, shape: ModelShape, ranks: int) -> Workload:
         packed=packed,
         several=tokens > config.engine.micro_batch_tokens,
         rows=config.rollout.max_rows,
-        hint=hint if config.hints else 0,
+        hint=config.hint_tokens,
     )
 
 

@@ -53,6 +53,4 @@ def make_rollouts(choice: Choice, config: Config, policy: PolicyEngine | FrozenP
 
 def longest(config: Config) -> int:
     """Tokens of the longest prompt, hint and answer together."""
-    shown = config.scaffold if config.scaffold.enabled else config.guidance
-    hint = shown.budget_tokens if config.hints else 0
-    return config.data.max_prompt_tokens + hint + config.rollout.max_new_tokens
+    return config.data.max_prompt_tokens + config.hint_tokens + config.rollout.max_new_tokens
