@@ -5,9 +5,6 @@ from what any other saved.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +14,7 @@ from rise_engine.checkpoint import CheckpointStore
 from tests.engine import rank_cells
 from tests.engine.helpers import plain_model, plain_steps
 from tests.engine.rank_cells import BUDGETS, KEYS, SAVED_AFTER, STAGES, STEPS, a_policy, cell, resumed
+from tests.torchrun import torchrun
 
 ROOT = Path(__file__).parents[2]
 CLOSE = {"rel": 2e-4, "abs": 2e-5}
@@ -24,17 +22,7 @@ CLOSE = {"rel": 2e-4, "abs": 2e-5}
 
 
 def launch(ranks: int, model: Path, folder: Path) -> dict:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    done = subprocess.run(
-        [*torchrun, "-m", "tests.engine.rank_cells", str(model), str(folder)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    torchrun("-m", "tests.engine.rank_cells", model, folder, ranks=ranks)
     return json.loads((folder / f"ranks-{ranks}.json").read_text())
 
 

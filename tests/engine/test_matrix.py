@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +20,7 @@ from rise_engine.policy import PolicyEngine
 from tests.engine.helpers import GAMMA
 from tests.engine.matrix import KEYS, NativeStage, T, train, training_steps
 from tests.tiny import make_tiny
+from tests.torchrun import torchrun
 
 ROOT = Path(__file__).parents[2]
 STAGES, TIED, DTYPES = (0, 1, 2, 3), (True, False), ("float32", "bfloat16")
@@ -112,18 +110,8 @@ def oracles(folders):
 
 def launch(ranks: int, folders, cells, out: Path) -> list[dict]:
     """All cells in one launch of `ranks` processes."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     script = [ROOT / "tests/engine/matrix.py", out, folders[True], folders[False], *map(json.dumps, cells)]
-    done = subprocess.run(
-        [*command, *map(str, script)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        timeout=850,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    torchrun(*script, ranks=ranks, timeout=850)
     return [torch.load(path) for path in sorted(out.glob("*.pt"))]
 
 

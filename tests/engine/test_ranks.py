@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +9,7 @@ import pytest
 from rise_engine.config import EngineConfig
 from rise_engine.policy import PolicyEngine
 from tests.engine.helpers import a_step
+from tests.torchrun import results, torchrun
 
 ROOT = Path(__file__).parents[2]
 KEYS = {"lr": 0.1, "eps": 1e-2, "warmup_steps": 0, "micro_batch_tokens": 45}
@@ -48,18 +45,8 @@ def test_two_ranks_equal_one_under_every_stage(tiny_folder, tmp_path):
     expected = record(PolicyEngine(folder, EngineConfig(**KEYS)), [a_step(0), a_step(1)])
     script = tmp_path / "ranks.py"
     script.write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script, folder],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    results = [json.loads(line.removeprefix("RESULT ")) for line in done.stdout.splitlines() if "RESULT" in line]
-    assert len(results) == 4
-    for found in results:
+    stages = results(torchrun(script, folder))
+    assert len(stages) == 4
+    for found in stages:
         for ours, theirs in zip(found, expected, strict=True):
             assert ours == pytest.approx(theirs, rel=2e-4, abs=1e-4)

@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.tiny import make_tiny
+from tests.torchrun import results, torchrun
 
 ROOT = Path(__file__).parents[2]
 
 
 def launch(*arguments: str) -> list[dict]:
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
-            *("-m", "tests.engine.vllm_ranks", *arguments),
-        ],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    [line] = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    return json.loads(line.removeprefix("RESULT "))
+    [found] = results(torchrun("-m", "tests.engine.vllm_ranks", *arguments))
+    return found
 
 
 @pytest.fixture(scope="module")

@@ -4,10 +4,7 @@ why, and --resume goes on with the same numbers.
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +17,7 @@ from typer.testing import CliRunner
 from rise_rl.cli import app
 from rise_rl.config import load_config
 from rise_rl.launch import run_training
+from tests.torchrun import torchrun
 from tests.trainer.test_resume import numbers
 
 ROOT = Path(__file__).parents[2]
@@ -46,18 +44,9 @@ class Launch:
 
 
 def launch(config: Path, moment: str, rank: int, step: int, *arguments: str) -> Launch:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    faulty = ["-m", "tests.trainer.faulty_rank", moment, str(rank), str(step)]
+    faulty = ["-m", "tests.trainer.faulty_rank", moment, rank, step]
     started = time.monotonic()
-    done = subprocess.run(
-        [*torchrun, *faulty, "train", str(config), *arguments],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "300"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = torchrun(*faulty, "train", config, *arguments, timeout=300, check=False, COLUMNS="300")
     return Launch(done.returncode, done.stdout, done.stderr, time.monotonic() - started)
 
 

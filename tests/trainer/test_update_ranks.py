@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -19,6 +15,7 @@ from rise_kernels.token_losses import LossSpec
 from rise_rl.update import update
 from tests.engine.helpers import a_step
 from tests.tiny import make_tiny
+from tests.torchrun import results, torchrun
 
 ROOT = Path(__file__).parents[2]
 # An epsilon that makes Adam's first steps proportional to the gradient: weights compare gradients, not their signs.
@@ -65,26 +62,7 @@ def test_two_ranks_equal_one(tiny_folder, tmp_path):
     assert expected["kl"] > 0
     script = tmp_path / "ranks.py"
     script.write_text(SCRIPT)
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node=2",
-            script,
-            tiny_folder,
-            other,
-        ],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    results = [json.loads(line.removeprefix("RESULT ")) for line in done.stdout.splitlines() if "RESULT" in line]
-    assert len(results) == 2
-    for found in results:
+    stages = results(torchrun(script, tiny_folder, other))
+    assert len(stages) == 2
+    for found in stages:
         assert found == {name: pytest.approx(value, rel=2e-4, abs=1e-4) for name, value in expected.items()}

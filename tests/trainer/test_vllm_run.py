@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +14,7 @@ from rise_rl.config import ConfigError, load_config
 from rise_rl.launch import run_training
 from rise_rl.step_sampler import StepSampler
 from tests.tiny import make_tiny
+from tests.torchrun import torchrun
 from tests.trainer.test_resume import numbers, weights
 
 ROOT = Path(__file__).parents[2]
@@ -88,18 +86,7 @@ def test_two_ranks_with_an_engine_each_and_with_one_between_them_sample_the_same
     shared = ["engine.zero_stage=2", "rollout.vllm.tensor_parallel_size=2"]
     found = []
     for name, overrides in [("each", ["engine.zero_stage=3"]), ("shared", shared)]:
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        train = ["-m", "rise_rl.cli", "train", str(vllm_config), f"name={name}", "steps=2", *overrides]
-        done = subprocess.run(
-            [*launch, *train],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=600,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+        torchrun("-m", "rise_rl.cli", "train", vllm_config, f"name={name}", "steps=2", *overrides)
         run = vllm_config.parent / "runs" / name
         for line in numbers(run, "metrics.jsonl"):
             assert line["logprob_gap/max"] <= 1e-3
