@@ -7,7 +7,25 @@ from __future__ import annotations
 
 import os
 
+import pytest
 import torch  # does not import triton
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(autouse=True)
+def no_launcher():
+    """DeepSpeed and accelerate leave a launcher's variables behind in the process; whatever a later test starts would
+    take itself for a rank of theirs.
+    """
+    forget_launcher()
+    yield
+    forget_launcher()
+
+
+def forget_launcher() -> None:
+    for name in LAUNCHER:
+        os.environ.pop(name, None)

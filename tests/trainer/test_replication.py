@@ -24,10 +24,13 @@ def test_it_goes_on_where_it_was_stopped_and_counts_finished_runs_alone(tiny_con
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
     runs = tmp_path / "runs"
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, start_new_session=True, stderr=subprocess.PIPE, text=True
+    )
     second = runs / "replication-ruscarl-3-s0" / "metrics.jsonl"
     deadline = time.monotonic() + 240
     while not second.exists() and time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()[1]
         time.sleep(0.2)
     os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does
     process.communicate(timeout=120)
