@@ -17,10 +17,15 @@ from rise_rl.graders.base import GradeItem
 from rise_rl.graders.llm import JudgeConfig, JudgeUnavailable, LlmGrader
 from rise_rl.rubric import Criterion
 
+SERVER = ("vllm", "uvicorn", "model_hosting_container_standards")
+
 pytestmark = [
     pytest.mark.slow,  # starts a real server: two to four minutes on two cores
     pytest.mark.timeout(600),
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed"),
+    pytest.mark.skipif(
+        any(importlib.util.find_spec(name) is None for name in SERVER),
+        reason="vLLM's server is not installed (make setup installs what samples inside a process, and no more)",
+    ),
 ]
 
 BANDS = {"bands": {"1-5": "poor", "6-10": "good"}}
