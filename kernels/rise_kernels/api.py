@@ -144,7 +144,8 @@ def linear_policy_loss(
 
     With r = exp(logp - old_logprob): l = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)); for A < 0 and `dual_clip`
     c also l = min(l, -A c); times min(exp(old_logprob - behaviour_logprob), is_cap) where behaviour_logprob (the
-    engine that sampled) is given; plus kl_coef * KL, estimated by Schulman's k1, k2 or k3 from ref_logprob.
+    engine that sampled) is given; plus kl_coef * KL, estimated by Schulman's k1, k2 or k3 from ref_logprob, or by r k3
+    ("k3_ratio").
 
     token_weight, advantage, old_logprob, ref_logprob, behaviour_logprob: float [N], taken as constants; may be NaN on
     ignored rows and rows of weight 0. old_logprob None: the row's own log-prob, detached (ratio 1). Rows of advantage 0

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from .backend import Options
-from .token_losses import LossSpec, check_gamma
+from .token_losses import KlEstimator, LossSpec, check_gamma
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-KL_ESTIMATORS = ("k1", "k2", "k3")
+KL_ESTIMATORS = get_args(KlEstimator)
 GUIDES = ("log_support", "support", "logprob")
 
 

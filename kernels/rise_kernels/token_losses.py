@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-KlEstimator = Literal["k1", "k2", "k3"]
+KlEstimator = Literal["k1", "k2", "k3", "k3_ratio"]
 GuideKind = Literal["log_support", "support", "logprob"]
 
 LOG_RATIO_BOUND = 20.0  # as verl: exp(20) is finite in every format we use, and no honest ratio is near it
@@ -104,8 +104,12 @@ def guide_loss(logprob: Tensor, gamma: float, kind: GuideKind = "log_support") -
     return softplus(x), -torch.sigmoid(x)
 
 
-def kl_estimate(logprob: Tensor, ref_logprob: Tensor, estimator: KlEstimator) -> tuple[Tensor, Tensor]:
-    """Schulman's k1, k2, k3 estimates of KL(policy || reference) and their derivatives."""
+def kl_estimate(
+    logprob: Tensor, ref_logprob: Tensor, old_logprob: Tensor, estimator: KlEstimator
+) -> tuple[Tensor, Tensor]:
+    """Schulman's k1, k2, k3 estimates of KL(policy || reference) and their derivatives; "k3_ratio" is k3 times
+    exp(logprob - old_logprob) (DeepSeek-V3.2's unbiased estimate, TRL's bias correction), old_logprob constant.
+    """
     raw = logprob - ref_logprob
     diff = raw.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     inside = (raw == diff).to(diff.dtype)
@@ -113,7 +117,13 @@ def kl_estimate(logprob: Tensor, ref_logprob: Tensor, estimator: KlEstimator) ->
         return diff, inside
     if estimator == "k2":
         return 0.5 * diff * diff, diff * inside
-    return torch.expm1(-diff) + diff, -torch.expm1(-diff) * inside
+    slope = torch.expm1(-diff)
+    if estimator == "k3_ratio":
+        free = logprob - old_logprob
+        log_ratio = free.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+        # r (k3 + dk3) = r diff: the two exponentials cancel, so they are never formed
+        return log_ratio.exp() * (slope + diff), torch.where(free == log_ratio, log_ratio.exp() * diff * inside, 0.0)
+    return slope + diff, -slope * inside
 
 
 def policy_loss(
@@ -147,7 +157,7 @@ def policy_loss(
         loss, dloss = loss * factor, dloss * factor
     kl = None
     if rows.ref_logprob is not None:
-        kl, dkl = kl_estimate(logprob, rows.ref_logprob, spec.kl_estimator)
+        kl, dkl = kl_estimate(logprob, rows.ref_logprob, old, spec.kl_estimator)
         if spec.kl_coef:
             loss, dloss = loss + spec.kl_coef * kl, dloss + spec.kl_coef * dkl
     return loss, dloss, ratio, clipped, kl

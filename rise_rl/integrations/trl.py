@@ -74,9 +74,13 @@ def unsupported(trainer: Any) -> list[str]:
         "entropy_coef, use_adaptive_entropy: the entropy has no gradient here; expected 0 and False": (
             trainer._entropy_bonus_enabled
         ),
-        "use_bias_correction_kl with answers that train more than once, or that vLLM's correction applies to: the KL "
-        "term is not weighted by ratios other than 1; expected False": (
-            trainer.beta != 0 and args.use_bias_correction_kl and _ratios_differ(trainer)
+        "use_bias_correction_kl with loss_type='cispo', where answers train more than once or under vLLM's correction: "
+        "CISPO's own ratio is held constant, so that none is left whose derivative the KL term could take; expected "
+        "False, or beta=0": (
+            trainer.loss_type == "cispo"
+            and trainer.beta != 0
+            and args.use_bias_correction_kl
+            and _ratios_differ(trainer)
         ),
         f"delta={args.delta}: expected None, or more than 1 + epsilon_high ({high:g})": (
             args.delta is not None and trainer.loss_type in CLIPPED and args.delta <= high
@@ -99,10 +103,9 @@ def _ratios_differ(trainer: Any) -> bool:
 def loss_spec(trainer: Any) -> LossSpec:
     """The scalars of TRL's loss, for its slope.
 
-    CISPO's capped, detached ratio is an importance factor on the slope of -A log p. The bias-corrected KL, ratio times
-    k3, has at ratio 1 the slope log p - log p_ref, which is that of k2.
+    CISPO's capped, detached ratio is an importance factor on the slope of -A log p.
     """
-    kl = {"kl_coef": trainer.beta, "kl_estimator": "k2" if trainer.args.use_bias_correction_kl else "k3"}
+    kl = {"kl_coef": trainer.beta, "kl_estimator": "k3_ratio" if trainer.args.use_bias_correction_kl else "k3"}
     if trainer.loss_type == "cispo":
         return LossSpec(is_cap=trainer.epsilon_high, **kl)
     clip = {"clip_low": trainer.epsilon_low, "clip_high": trainer.epsilon_high, "dual_clip": trainer.args.delta}

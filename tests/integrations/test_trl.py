@@ -11,7 +11,8 @@ from trl import GRPOTrainer
 from rise_rl.integrations.trl import RiseGRPOMixin, RiseGRPOTrainer
 from tests.integrations.grpo import logged, losses, make_trainer, weights
 
-REUSED = {"num_iterations": 2, "use_bias_correction_kl": False}
+REUSED = {"num_iterations": 2}
+PLAIN_KL = {"use_bias_correction_kl": False}
 pytestmark = pytest.mark.slow
 
 CASES = {
@@ -20,8 +21,11 @@ CASES = {
     "grpo, two updates a batch": ("llama", {"loss_type": "grpo", "beta": 0.1, "epsilon_high": 0.28, **REUSED}),
     "bnpo, temperature": ("qwen3", {"loss_type": "bnpo", "temperature": 0.7, "steps_per_generation": 2, **REUSED}),
     "dr_grpo, delta": ("qwen3-tied", {"loss_type": "dr_grpo", "delta": 1.021, "epsilon": 0.02, **REUSED}),
-    "dapo, high entropy": ("qwen3", {"top_entropy_quantile": 0.4, "beta": 0.05, "steps_per_generation": 2, **REUSED}),
-    "cispo, capped": ("qwen3-tied", {"loss_type": "cispo", "epsilon_high": 0.98, "beta": 0.05, **REUSED}),
+    "dapo, high entropy": (
+        "qwen3",
+        {"top_entropy_quantile": 0.4, "beta": 0.05, "steps_per_generation": 2, **REUSED, **PLAIN_KL},
+    ),
+    "cispo, capped": ("qwen3-tied", {"loss_type": "cispo", "epsilon_high": 0.98, "beta": 0.05, **REUSED, **PLAIN_KL}),
     "cispo, once": ("llama", {"loss_type": "cispo", "epsilon_high": 0.7, "gradient_accumulation_steps": 2}),
     "luspo by token": ("qwen3", {"loss_type": "luspo", **REUSED}),
 }
@@ -116,6 +120,7 @@ def with_vllm_ratios(inputs):
 def test_vllm_correction_and_tool_masks(folders, tmp_path, loss_type):
     """TRL's vLLM needs a GPU; its loss only sees the ratios."""
     options = {"loss_type": loss_type, "beta": 0.1, "epsilon_high": 0.3, **REUSED, "max_steps": 2}
+    options |= PLAIN_KL if loss_type == "cispo" else {}
     own, rise = (make_trainer(c, folders["qwen3"], tmp_path, **options) for c in (GRPOTrainer, RiseGRPOTrainer))
     inputs = stepped(own)
     rise.model.load_state_dict(own.model.state_dict())
@@ -160,7 +165,7 @@ def test_lora_trains_as_with_trl_and_is_refused_on_the_head(folders, tmp_path):
         ({"loss_type": "vespo"}, "loss_type='vespo'"),
         ({"off_policy_mask_threshold": 0.5}, "off_policy_mask_threshold"),
         ({"entropy_coef": 0.01}, "entropy_coef"),
-        ({"beta": 0.1, "num_iterations": 2}, "use_bias_correction_kl"),
+        ({"beta": 0.1, "num_iterations": 2, "loss_type": "cispo"}, "use_bias_correction_kl with loss_type='cispo'"),
         ({"delta": 1.1, "epsilon_high": 0.2}, "delta=1.1"),
         ({"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32"),
     ],

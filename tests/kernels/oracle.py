@@ -78,7 +78,8 @@ def policy_token_loss(
     loss = -objective
     if ref is not None:
         log_r = logprob - ref.double()
-        kl = {"k1": log_r, "k2": log_r**2 / 2, "k3": torch.exp(-log_r) - 1 + log_r}[kl_estimator]
+        k3 = torch.exp(-log_r) - 1 + log_r
+        kl = {"k1": log_r, "k2": log_r**2 / 2, "k3": k3, "k3_ratio": ratio * k3}[kl_estimator]
         loss = loss + kl_coef * kl
     return loss
 

@@ -41,7 +41,7 @@ def cases(draw) -> Case:
             "clip_high": draw(st.sampled_from([0.0, 0.28])),
             "dual_clip": draw(st.sampled_from([None, 1.5, 3.0])),
             "kl_coef": draw(st.sampled_from([0.0, 0.2])),
-            "kl_estimator": draw(st.sampled_from(["k1", "k2", "k3"])),
+            "kl_estimator": draw(st.sampled_from(["k1", "k2", "k3", "k3_ratio"])),
             "is_cap": draw(st.sampled_from([None, 0.9, 2.0])),
         }
         # A clip width of 0 with the row's own log-prob is a tie at ratio 1, where float64 autograd halves the slope.

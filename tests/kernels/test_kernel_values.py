@@ -38,6 +38,7 @@ def test_loss_and_gradients(backend, kind, head):
         {"kl_coef": 0.3, "kl_estimator": "k1"},
         {"kl_coef": 0.3, "kl_estimator": "k2"},
         {"kl_coef": 0.3, "kl_estimator": "k3"},
+        {"kl_coef": 0.3, "kl_estimator": "k3_ratio"},
         {"is_cap": 1.1},
         {"dual_clip": 1.2, "kl_coef": 0.1, "is_cap": 2.0, "clip_low": 0.1, "clip_high": 0.4, "gamma": 0.5},
     ],

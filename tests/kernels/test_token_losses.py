@@ -38,14 +38,16 @@ def test_support_factor_is_differentiable_and_checked():
             support_factor(logprob, gamma)
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "k3_ratio"])
 def test_kl(estimator):
     exact = torch.tensor([-3.0, -1.0, -0.999, -12.0, -1.0], dtype=torch.float64, requires_grad=True)
     ref = torch.tensor([-1.0, -1.0, -1.0, -1.0, -15.0], dtype=torch.float64)
+    old = torch.tensor([-2.0, -1.5, -1.0, -11.0, -4.0], dtype=torch.float64)
     log_r = exact - ref
-    expected = {"k1": log_r, "k2": log_r**2 / 2, "k3": torch.exp(-log_r) - 1 + log_r}[estimator]
+    k3 = torch.exp(-log_r) - 1 + log_r
+    expected = {"k1": log_r, "k2": log_r**2 / 2, "k3": k3, "k3_ratio": torch.exp(exact - old) * k3}[estimator]
     (slope,) = torch.autograd.grad(expected.sum(), exact)
-    value, found = kl_estimate(exact.detach().float(), ref.float(), estimator)
+    value, found = kl_estimate(exact.detach().float(), ref.float(), old.float(), estimator)
     torch.testing.assert_close(value.double(), expected.detach(), rtol=1e-4, atol=1e-7)
     torch.testing.assert_close(found.double(), slope, rtol=1e-4, atol=1e-7)
 
@@ -91,7 +93,12 @@ def test_ratios_beyond_exp_20_are_clamped_and_have_no_slope():
     torch.testing.assert_close(value, ratio)
     torch.testing.assert_close(slope, torch.tensor([0.0, math.exp(19.5)]))
     assert not clipped.any()
-    for estimator, bound in (("k1", 20.0), ("k2", 200.0), ("k3", math.expm1(-20.0) + 20.0)):
-        kl, kl_slope = kl_estimate(torch.tensor([40.0]), torch.tensor([0.0]), estimator)
+    zero, far = torch.tensor([0.0]), torch.tensor([40.0])
+    bounds = {"k1": 20.0, "k2": 200.0, "k3": math.expm1(-20.0) + 20.0, "k3_ratio": math.expm1(-20.0) + 20.0}
+    for estimator, bound in bounds.items():
+        kl, kl_slope = kl_estimate(far, zero, far, estimator)
         assert kl.item() == pytest.approx(bound)
         assert kl_slope.item() == 0.0
+    kl, kl_slope = kl_estimate(far, far - 1, zero, "k3_ratio")
+    assert kl.item() == pytest.approx(math.exp(20.0) * math.exp(-1.0))
+    assert kl_slope.item() == 0.0

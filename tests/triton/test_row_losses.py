@@ -38,7 +38,7 @@ SPEC = st.builds(
     clip_high=st.sampled_from([0.0, 0.28, 3.0]),
     dual_clip=st.sampled_from([None, 1.5, 3.0]),
     kl_coef=st.sampled_from([0.0, 0.3]),
-    kl_estimator=st.sampled_from(["k1", "k2", "k3"]),
+    kl_estimator=st.sampled_from(["k1", "k2", "k3", "k3_ratio"]),
     is_cap=st.sampled_from([None, 1.0, 2.0]),
     guide=st.sampled_from(["log_support", "support", "logprob"]),
 )

@@ -29,8 +29,8 @@ def guide_loss(logprob, log_gamma, KIND: tl.constexpr):
 
 
 @triton.jit
-def kl_estimate(logprob, ref_logprob, ESTIMATOR: tl.constexpr):
-    """(KL estimate, its derivative); ESTIMATOR is "k1", "k2" or "k3"."""
+def kl_estimate(logprob, ref_logprob, old_logprob, ESTIMATOR: tl.constexpr):
+    """(KL estimate, its derivative); ESTIMATOR is "k1", "k2", "k3" or "k3_ratio"."""
     raw = logprob - ref_logprob
     diff = clamp(raw, -BOUND, BOUND)
     inside = tl.where(raw == diff, 1.0, 0.0)
@@ -38,6 +38,11 @@ def kl_estimate(logprob, ref_logprob, ESTIMATOR: tl.constexpr):
         return diff, inside
     elif ESTIMATOR == "k2":
         return 0.5 * diff * diff, diff * inside
+    elif ESTIMATOR == "k3_ratio":
+        free = logprob - old_logprob
+        log_ratio = clamp(free, -BOUND, BOUND)
+        ratio = tl.exp(log_ratio)
+        return ratio * (expm1(-diff) + diff), tl.where(free == log_ratio, ratio * diff * inside, 0.0)
     else:
         slope = expm1(-diff)
         return slope + diff, -slope * inside

@@ -117,7 +117,8 @@ def loss_kernel(
             value *= factor
             slope *= factor
         if HAS_REF:
-            kl, dkl = kl_estimate(logprob, tl.load(ref_logprob + row, mask=inside, other=0.0), KL_ESTIMATOR)
+            ref = tl.load(ref_logprob + row, mask=inside, other=0.0)
+            kl, dkl = kl_estimate(logprob, ref, old, KL_ESTIMATOR)
             tl.store(kl_out + row, tl.where(guide, 0.0, kl), mask=inside)
             if HAS_KL:
                 value += kl_coef * kl
