@@ -21,6 +21,7 @@ from . import agreement, lora, state
 from .config import EngineConfig
 from .deepspeed_config import deepspeed_config
 from .distributed import all_ranks_max, all_ranks_sum, init_distributed, seed_everything
+from .fingerprint import fingerprint
 from .gather import gather_rows, install_embedding
 from .head import install_head
 from .liger import apply_liger
@@ -64,7 +65,9 @@ class PolicyEngine:
     """One policy on one or many ranks.
 
     model: a local transformers folder or a hub id. step: optimizer steps done, skipped ones included; skipped: how
-    many had nothing to learn from. layout: how sequences are packed (packing.py).
+    many had nothing to learn from. layout: how sequences are packed (packing.py). initial: the fingerprint of the model
+    it was made from, where a run goes on needing that one and a checkpoint does not hold it: as the frozen base of
+    adapters, as the reference of a KL term.
     Raises OSError where the model cannot be loaded and ValueError where it cannot be trained.
     """
 
@@ -76,8 +79,11 @@ class PolicyEngine:
         self.rank, self.world_size, self.device = init_distributed(timedelta(minutes=config.timeout_minutes))
         seed_everything(seed)
 
-        self.tokenizer = load_tokenizer(model)
-        self.model = load_model(model, dtype=config.torch_dtype, attention="sdpa")
+        self.source = str(model)
+        self.tokenizer = agreement.each(load_tokenizer, model)
+        self.model = agreement.each(load_model, model, dtype=config.torch_dtype, attention="sdpa")
+        needed = config.lora is not None or self.loss.kl_coef != 0
+        self.initial = agreement.once(fingerprint, self.model) if needed else None
         self.stop_ids = stop_ids(self.model, self.tokenizer)
         self.pad_id = padding_id(self.tokenizer)
         self.layout = choose_layout(self.model, config.attention)

@@ -2,7 +2,8 @@
 
 Every rank writes its own fragments of float32 master weights and Adam's moments (fragments.py) into safetensors files;
 the index says which file holds which part of which parameter. So any number of ranks reads it back, under any ZeRO
-stage, each only what it needs. Frozen parameters are those of the model the run started from and are not saved.
+stage, each only what it needs. Frozen parameters are those of the model the run started from and are not saved, but
+the index has that model's fingerprint, so that no other takes its place.
 """
 
 from __future__ import annotations
@@ -97,6 +98,7 @@ def _write_index(policy: PolicyEngine, folder: Path, parts: list[dict[str, Any]]
         "step": policy.step,
         "skipped": policy.skipped,
         "made_by": _identity(policy),
+        "started_from": {"model": policy.source, "weights": policy.initial},
         "ranks": policy.world_size,
         "zero_stage": policy.engine.zero_optimization_stage(),
         "parameters": parameters,
@@ -110,17 +112,31 @@ def _write_index(policy: PolicyEngine, folder: Path, parts: list[dict[str, Any]]
 
 def load(policy: PolicyEngine, folder: Path) -> None:
     """Collective. Weights, moments and counts; the random state too where the checkpoint has this rank's."""
-    index = agreement.once(read_index, folder)
-    mine = _identity(policy)
-    for key, found in index["made_by"].items():
-        if found != mine[key]:
-            raise CheckpointError(
-                f"{folder}: saved with {key} {found}, but this run has {mine[key]}; "
-                "resume with the configuration the run was started with"
-            )
+    index = agreement.once(_read_ours, policy, folder)
     agreement.each(_read_part, policy, folder, index)
     renew_weights(policy)
     policy.step, policy.skipped = index["step"], index["skipped"]
+
+
+def _read_ours(policy: PolicyEngine, folder: Path) -> dict[str, Any]:
+    """The index; CheckpointError if it is not of a run that `policy` can go on with."""
+    index = read_index(folder)
+    mine = _identity(policy)
+    for key, found in index["made_by"].items():
+        if found != mine.get(key):
+            raise CheckpointError(
+                f"{folder}: saved with {key} {found}, but this run has {mine.get(key)}; "
+                "resume with the configuration the run was started with"
+            )
+    began = index.get("started_from", {"weights": None})  # the first checkpoints did not say
+    # A run that trains every weight and has no KL term needs nothing of the model it began with.
+    if None not in (began["weights"], policy.initial) and began["weights"] != policy.initial:
+        what = "KL reference" if policy.config.lora is None else "frozen base of the adapters"
+        raise CheckpointError(
+            f"{folder}: its {what} is {began['model']} with weights {began['weights']}, but this run has "
+            f"{policy.source} with weights {policy.initial}; set model to the one the run was started with"
+        )
+    return index
 
 
 def _read_part(policy: PolicyEngine, folder: Path, index: dict[str, Any]) -> None:
@@ -229,10 +245,13 @@ def _gathered(policy: PolicyEngine) -> AbstractContextManager:
 def _identity(policy: PolicyEngine) -> dict[str, Any]:
     """What must be equal for a checkpoint to be this policy's."""
     names = [(n, *getattr(p, "ds_shape", p.shape)) for n, p in policy.model.named_parameters() if p.requires_grad]
-    return {
+    identity: dict[str, Any] = {
         "model": f"{type(policy.model).__name__} {hashlib.sha256(repr(names).encode()).hexdigest()[:12]}",
         "dtype": str(policy.config.torch_dtype).removeprefix("torch."),
     }
+    if policy.config.lora is not None:  # the rank is in the shapes
+        identity["engine.lora.alpha"] = policy.config.lora.alpha
+    return identity
 
 
 def _rng_state() -> dict[str, Any]:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rise_engine.checkpoint import CheckpointError, CheckpointStore
 from rise_engine.config import EngineConfig
 from rise_engine.files import new_folder, recover
 from rise_engine.policy import PolicyEngine
+from rise_kernels.token_losses import LossSpec
 from tests.engine.helpers import a_step
-from tests.tiny import KINDS
+from tests.tiny import KINDS, make_tiny
 
 ROOT = Path(__file__).parents[2]
 
@@ -162,6 +165,82 @@ def test_a_checkpoint_of_something_else_is_refused(tiny_folder, tmp_path):
     (folder / "checkpoint.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight: 31 of 32 values of its weight are there"):
         engine(tiny_folder("qwen3-tied")).load(folder)
+
+
+# --- the model that a checkpoint leans on ----------------------------------------------------------------------------
+
+LORA = {"lora": {"rank": 4, "alpha": 8}}
+
+
+def nearly(folder: Path, target: Path) -> Path:
+    """A copy of the model in which one weight differs in its last bit."""
+    shutil.copytree(folder, target)
+    weights = load_file(target / "model.safetensors")
+    one = weights["model.layers.1.mlp.up_proj.weight"].view(torch.int32)
+    one[3, 5] ^= 1
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+@pytest.mark.parametrize(
+    "keys, kl_coef, what",
+    [
+        (LORA, 0.0, "frozen base of the adapters"),
+        (LORA | {"zero_stage": 3}, 0.1, "frozen base of the adapters"),
+        ({}, 0.1, "KL reference"),
+        ({"zero_stage": 2, "dtype": "bfloat16"}, 0.1, "KL reference"),
+    ],
+)
+def test_another_base_or_reference_is_refused_and_the_same_one_found_elsewhere_is_not(
+    tiny_folder, tmp_path, keys, kl_coef, what
+):
+    base, loss = tiny_folder("llama"), LossSpec(kl_coef=kl_coef)
+
+    def begun_from(folder: Path) -> PolicyEngine:
+        return PolicyEngine(folder, EngineConfig(lr=1e-2, **keys), loss=loss)
+
+    policy = begun_from(base)
+    policy.train_step([s for s in a_step() if s.is_guide], temperature=1.0)
+    saved = CheckpointStore(tmp_path / "c").save(policy)
+    expected = policy.score(a_step(1), temperature=1.0)
+
+    moved = shutil.copytree(base, tmp_path / "moved")
+    resumed = begun_from(moved)
+    resumed.load(saved)
+    assert all(map(torch.equal, resumed.score(a_step(1), temperature=1.0), expected))
+
+    other = nearly(base, tmp_path / "other")
+    if keys.get("dtype") == "bfloat16":  # the same weights once rounded: the same model to this run
+        begun_from(other).load(saved)
+        other = make_tiny(tmp_path / "different", "llama", seed=1)
+    changed = begun_from(other)
+    with pytest.raises(CheckpointError) as caught:
+        changed.load(saved)
+    for part in (saved, f"its {what} is {base} with weights {policy.initial}", f"{other} with weights"):
+        assert str(part) in str(caught.value)
+    assert changed.initial != policy.initial
+    assert changed.step == 0
+
+
+def test_a_run_that_holds_all_it_needs_goes_on_from_any_model_of_its_shape(tiny_folder, tmp_path):
+    policy = engine(tiny_folder("llama"))
+    train(policy, range(2))
+    folder = CheckpointStore(tmp_path).save(policy)
+    other = engine(make_tiny(tmp_path / "other", "llama", seed=1))
+    assert (policy.initial, other.initial) == (None, None)
+    other.load(folder)
+    assert train(other, range(2, 3)) == train(policy, range(2, 3))
+    # What a KL run saved is exported by an engine without a KL term.
+    with_kl = PolicyEngine(tiny_folder("llama"), EngineConfig(), loss=LossSpec(kl_coef=0.1))
+    (tmp_path / "kl").mkdir()
+    with_kl.save(tmp_path / "kl")
+    engine(tmp_path / "other").load(tmp_path / "kl")
+
+
+def test_adapters_are_not_scaled_by_another_alpha(tiny_folder, tmp_path):
+    engine(tiny_folder("llama"), **LORA).save(tmp_path)
+    with pytest.raises(CheckpointError, match=r"saved with engine\.lora\.alpha 8, but this run has 16"):
+        engine(tiny_folder("llama"), lora={"rank": 4, "alpha": 16}).load(tmp_path)
 
 
 def test_a_folder_that_fails_to_be_written_leaves_the_old_one(tmp_path):
