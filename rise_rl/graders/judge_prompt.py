@@ -22,9 +22,8 @@ from ..rubric import Criterion
 from .bands import HIGHEST, LOWEST, bands
 from .base import Message
 from .errors import GraderError
+from .reasoning import without_reasoning
 
-_REASONING = re.compile(r"<(think|thinking|reasoning)>.*?(?:</\1>|\Z)", re.DOTALL | re.IGNORECASE)
-_REASONING_HEAD = re.compile(r"\A.*</(?:think|thinking|reasoning)>", re.DOTALL | re.IGNORECASE)
 _SPECIAL = re.compile(
     r"<\|[^|<>\s]{1,80}\|>|<｜[^｜<>\n]{1,80}｜>"  # ChatML, Llama 3, harmony; DeepSeek
     r"|</?s>|<(?:bos|eos|pad|unk)>|<(?:start|end)_of_turn>|\[/?INST\]|<</?SYS>>",
@@ -35,17 +34,12 @@ _TAG = re.compile(r"</?([A-Za-z_][\w-]*)[^<>]*>")
 
 
 def visible(text: str) -> str:
-    """The text without reasoning blocks and special tokens.
-
-    An unclosed block reaches to the end; a closing tag alone ends a block that the prompt had opened. Each removal
-    leaves a space, so that what stood around it cannot join into a new block or token.
-    """
-    text = _REASONING.sub(" ", text)
-    text = _REASONING_HEAD.sub(" ", text)
-    return without_special_tokens(text)
+    """The text without reasoning blocks and special tokens."""
+    return without_special_tokens(without_reasoning(text))
 
 
 def without_special_tokens(text: str) -> str:
+    """Each removal leaves a space, so that what stood around it cannot join into a new token."""
     return _SPECIAL.sub(" ", text).strip()
 
 

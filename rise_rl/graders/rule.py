@@ -10,8 +10,9 @@ from functools import partial
 from ..rubric import Criterion, Verdict, as_verdict
 from .base import GradeItem
 from .checks import CheckError, find
+from .reasoning import without_reasoning
 
-VERSION = 1
+VERSION = 2
 """Counts up when a check comes to judge differently, so that a graded file's old verdicts are not taken over."""
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,8 @@ def validate(criterion: Criterion) -> None:
 
 
 class RuleGrader:
-    """An empty response meets no check, as in IFEval's own evaluation. A check that raises is an unknown verdict.
+    """Checks answers without the model's reasoning. An empty one meets no check, as in IFEval's own evaluation. A check
+    that raises is an unknown verdict.
 
     identity: what tells its verdicts from an earlier version's (`grade_file`).
     failures: how often each check raised; the first time of each is logged with its traceback.
@@ -45,17 +47,18 @@ class RuleGrader:
 
     def grade(self, items: Sequence[GradeItem]) -> list[list[Verdict]]:
         """Raises CheckError for a criterion that `validate` would refuse."""
-        return [[self._verdict(item.response, criterion) for criterion in item.criteria] for item in items]
+        answers = [without_reasoning(item.response) for item in items]
+        return [[self._verdict(answer, criterion) for criterion in i.criteria] for i, answer in zip(items, answers)]
 
-    def _verdict(self, response: str, criterion: Criterion) -> Verdict:
+    def _verdict(self, answer: str, criterion: Criterion) -> Verdict:
         check = bind(criterion)
-        if not response.strip():
+        if not answer.strip():
             return 0.0
         name = criterion.tags["function"]
         try:
-            return as_verdict(check(response))
+            return as_verdict(check(answer))
         except Exception:  # a verdict is never made up: whatever went wrong, the sample is ungraded
             if not self.failures[name]:
-                logger.warning("check %s raised on %r; the verdict is unknown", name, response[:200], exc_info=True)
+                logger.warning("check %s raised on %r; the verdict is unknown", name, answer[:200], exc_info=True)
             self.failures[name] += 1
             return None

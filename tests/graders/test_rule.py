@@ -53,6 +53,36 @@ def test_an_empty_response_meets_no_check_not_even_a_limit(response):
     assert not grader.failures
 
 
+THOUGHT = "<think>\nOkay, a ZEBRA, very short.\n</think>"
+OPENED_BY_THE_PROMPT = "Okay, a ZEBRA, very short.\n</think>"
+
+
+@pytest.mark.parametrize("thought", ["", THOUGHT, OPENED_BY_THE_PROMPT, THOUGHT.replace("think", "reasoning")])
+def test_reasoning_is_not_what_is_checked(thought):
+    criteria = [
+        rule("punctuation:no_comma"),
+        rule("change_case:english_lowercase"),
+        rule("rise:max_words", num_words=4),
+        rule("startend:quotation"),
+        rule("keywords:existence", keywords=["zebra"]),
+    ]
+    response = thought + '\n\n"the sky is blue."\n'
+    assert RuleGrader().grade([item(response, *criteria)]) == [[1.0, 1.0, 1.0, 1.0, 0.0]]
+
+
+def test_an_answer_cut_inside_its_thought_is_empty():
+    criteria = [rule("punctuation:no_comma"), rule("keywords:existence", keywords=["zebra"])]
+    assert RuleGrader().grade([item("<think>a zebra maybe", *criteria)]) == [[0.0, 0.0]]
+
+
+def test_white_space_of_an_answer_without_reasoning_is_left_to_the_checks(own_check):
+    def indented(response: str) -> bool:
+        return response.startswith("  ")
+
+    own_check("test:indented", indented)
+    assert RuleGrader().grade([item("  a", rule("test:indented"))]) == [[1.0]]
+
+
 def test_a_check_that_raises_is_unknown_and_counted(own_check, caplog):
     def broken(response: str, *, n: int) -> bool:
         raise RuntimeError("boom")
