@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from rise_engine.seeds import derive_seed
 
+from .advantages import FLAT_RANGE
 from .rubric import Criterion, Rubric, VerdictLike, as_verdict
 
 TEMPLATES: tuple[str, ...] = (
@@ -45,7 +47,7 @@ def select_feedback(rubric: Rubric, verdicts: Sequence[Sequence[VerdictLike]], m
     """
     if m != "all" and m < 1:
         raise ValueError(f"m: expected at least 1 criterion, found {m}")
-    p = priorities(rubric, verdicts)
+    p = [round(value, 9) for value in priorities(rubric, verdicts)]  # 3 x 0.1 ties with 1 x 0.3
     ranked = sorted(range(len(p)), key=lambda k: (-p[k], -abs(rubric.criteria[k].weight), k))
     return [k for k in ranked[: None if m == "all" else m] if p[k] > 0]
 
@@ -56,13 +58,14 @@ def guided_gains(
     """clip(r_priv - mean(r_nat), 0, a_max) for each guided sample (eq. 7, 8): 0 means filtered out.
 
     Rewards are the complete-rubric rewards, without the length penalty. None is an ungraded sample: a guided one
-    gets 0, a natural one leaves the mean. Without a graded natural sample there is no baseline and every gain is 0.
+    gets 0, a natural one leaves the mean. Without a graded natural sample there is no baseline and every gain is 0. A
+    gain below 1e-8 is what rounding leaves of a reward equal to the mean: 0, or it would count in |O_ref|.
     """
     graded = [r for r in natural_rewards if r is not None]
     if not graded:
         return [0.0] * len(guided_rewards)
-    baseline = sum(graded) / len(graded)
-    return [0.0 if r is None else min(max(r - baseline, 0.0), a_max) for r in guided_rewards]
+    baseline = statistics.fmean(graded)
+    return [0.0 if r is None or r - baseline < FLAT_RANGE else min(r - baseline, a_max) for r in guided_rewards]
 
 
 @dataclass(frozen=True)

@@ -110,3 +110,22 @@ def test_templates_are_drawn_by_hash_and_all_come_up():
     assert set(drawn) == set(TEMPLATES)
     assert drawn == [draw_template(TEMPLATES, seed=0, step=s, uid="q", index=j) for s in range(10) for j in range(8)]
     assert drawn != [draw_template(TEMPLATES, seed=1, step=s, uid="q", index=j) for s in range(10) for j in range(8)]
+
+
+@pytest.mark.parametrize("size", range(2, 13))
+@pytest.mark.parametrize("numerator, denominator", [(1, 5), (2, 5), (1, 10), (3, 10), (1, 3), (5, 7), (19, 30)])
+def test_a_reward_equal_to_the_mean_has_no_gain_whatever_the_mean_rounds_to(size, numerator, denominator):
+    flat = [numerator / denominator] * size
+    halves = [numerator / (2 * denominator), 3 * numerator / (2 * denominator)] * size  # another way to the same mean
+    assert guided_gains([flat[0], 1.0], flat) == [0.0, pytest.approx(1 - flat[0])]
+    assert guided_gains([flat[0]], halves) == [0.0]
+    assert guided_gains([flat[0] + 1e-6], flat) == [pytest.approx(1e-6, rel=1e-6)]
+
+
+def test_priorities_that_are_equal_but_for_rounding_tie():
+    rubric = Rubric((Criterion("a", 0.1), Criterion("b", 0.3)))
+    verdicts = [["not_met", "met"], ["not_met", "met"], ["not_met", "not_met"]]  # 3 x 0.1 and 1 x 0.3
+    assert select_feedback(rubric, verdicts, 1) == [1]
+    assert select_feedback(Rubric(rubric.criteria[::-1]), [row[::-1] for row in verdicts], 1) == [0]
+    three = Rubric((Criterion("a", 0.3), Criterion("b", 0.3), Criterion("c", 0.1)))
+    assert select_feedback(three, [[1, 0, 0], [1, 1, 0], [1, 1, 0]], 3) == [1, 2]
