@@ -4,7 +4,9 @@ A real HTTP server on 127.0.0.1 misbehaves for the first tries, or for good on o
 """
 
 import json
+import socket
 import time
+from contextlib import contextmanager
 
 import pytest
 
@@ -17,7 +19,8 @@ CRITERIA = [Criterion(f"names fact number {i}", 1.0 - 2.0 * (i == 2)) for i in r
 RIGHT = [float(truth(c.text)) for c in CRITERIA]
 ITEM = GradeItem("q1", [{"role": "user", "content": "Say something."}], "Something.", CRITERIA)
 QUICK = {"backoff_s": 0.01, "backoff_max_s": 0.05, "timeout_s": 20.0, "deadline_s": 60.0, "max_retries": 4}
-HASTY = {"timeout_s": 0.5, "concurrency": 1}  # for servers that do not answer; alone, a good call is far quicker
+# For servers that do not answer: alone, a good call is far quicker, also on a machine with other work.
+HASTY = {"timeout_s": 2.0, "concurrency": 1}
 
 
 def grader_for(server, **options):
@@ -62,28 +65,30 @@ TRANSPORT = {
 
 @pytest.mark.parametrize("fault, cause", TRANSPORT.values(), ids=TRANSPORT)
 def test_a_passing_fault_of_the_transport_changes_no_verdict(fault, cause):
-    hasty = HASTY if cause == "timeout" else {}
-    with FakeJudge(FirstThenHonest(fault, 3)) as server, grader_for(server, **hasty) as grader:
+    hasty, times = (HASTY, 1) if cause == "timeout" else ({}, 3)
+    with FakeJudge(FirstThenHonest(fault, times)) as server, grader_for(server, **hasty) as grader:
         start = time.monotonic()
         assert grader.grade([ITEM]) == [RIGHT]
-        assert time.monotonic() - start < 10.0
+        assert time.monotonic() - start < 40.0
         stats = grader.stats
-        assert (stats.retries, stats.calls, stats.answered) == (3, 9, 6) == (stats.retries, len(server.requests), 6)
+        assert (stats.retries, stats.calls, stats.answered) == (times, 6 + times, 6)
+        assert len(server.requests) == 6 + times
         assert (stats.known, stats.unknown, stats.failed_calls, stats.asked_again) == (6, {}, {}, 0)
 
 
 @pytest.mark.parametrize("fault, cause", TRANSPORT.values(), ids=TRANSPORT)
 def test_a_lasting_fault_of_the_transport_is_unknown_and_never_not_met(fault, cause):
-    hasty = HASTY if cause == "timeout" else {}
-    with FakeJudge(poisoned(fault)) as server, grader_for(server, max_retries=2, **hasty) as grader:
+    hasty, retries = (HASTY, 1) if cause == "timeout" else ({}, 2)
+    with FakeJudge(poisoned(fault)) as server, grader_for(server, max_retries=retries, **hasty) as grader:
         start = time.monotonic()
         [verdicts] = grader.grade([ITEM])
-        assert time.monotonic() - start < 10.0
+        assert time.monotonic() - start < 40.0
         assert verdicts == [*RIGHT[:-1], None]
         # "not met" would have rewarded the response for a negative criterion that nobody judged
         assert Rubric(CRITERIA).reward(verdicts) is None
-        assert len(server.requests) == 5 + 3, "bounded tries"
-        assert (grader.stats.retries, grader.stats.unknown, grader.stats.failed_calls) == (2, {cause: 1}, {cause: 1})
+        assert len(server.requests) == 5 + 1 + retries, "bounded tries"
+        assert grader.stats.retries == retries
+        assert (grader.stats.unknown, grader.stats.failed_calls) == ({cause: 1}, {cause: 1})
 
 
 REFUSED = {
@@ -235,7 +240,7 @@ def test_a_retry_after_beyond_the_deadline_is_given_up_at_once():
     with FakeJudge(lambda _: reply) as server, grader_for(server, concurrency=1, breaker_failures=99) as grader:
         start = time.monotonic()
         assert grader.grade([ITEM]) == [[None] * 6]
-        assert time.monotonic() - start < 4.0
+        assert time.monotonic() - start < 40.0  # the deadline of a row is 60 s
         assert len(server.requests) == 1
         assert (grader.stats.unknown, grader.stats.retries) == ({"rate_limited": 6}, 0)
 
@@ -248,7 +253,7 @@ def test_the_deadline_bounds_a_row_whatever_the_retries_and_time_outs(timeout_s)
     ):
         start = time.monotonic()
         assert grader.grade([ITEM]) == [[None] * 6]
-        assert 0.7 < time.monotonic() - start < 4.0
+        assert 0.7 < time.monotonic() - start < 40.0  # the server would take 60 s
         assert len(server.requests) <= 6 * 4
 
 
@@ -256,25 +261,32 @@ def test_a_row_that_runs_out_of_time_behind_a_slow_judge_does_not_stop_the_run()
     many = GradeItem("q", ITEM.messages, "r", [Criterion(f"c{i}", 1.0) for i in range(30)])
     with (
         FakeJudge(lambda r: Reply(honest(r).text, delay=0.2)) as server,
-        grader_for(server, concurrency=1, deadline_s=1.5, breaker_failures=4) as grader,
+        grader_for(server, concurrency=1, deadline_s=3.0, breaker_failures=4) as grader,
     ):
         [verdicts] = grader.grade([many])
-        assert 0 < sum(v is not None for v in verdicts) < 9
+        assert 0 < sum(v is not None for v in verdicts) < 16
         assert set(grader.stats.unknown) == {"deadline"}
-        assert len(server.requests) < 10
+        assert len(server.requests) < 17
+
+
+@contextmanager
+def nobody():
+    """A port that refuses connections and that nobody else can take meanwhile: bound, not listened to."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield bound.getsockname()[1]
 
 
 def test_a_dead_judge_stops_the_run_with_a_message():
-    with FakeJudge() as server:
-        port = server.port
-    config = JudgeConfig(base_urls=(f"http://127.0.0.1:{port}/v1",), breaker_failures=4, **{**QUICK, "max_retries": 1})
     items = [GradeItem(str(i), ITEM.messages, "r", CRITERIA) for i in range(200)]
-    with LlmGrader(config) as grader:
-        start = time.monotonic()
-        with pytest.raises(JudgeUnavailable, match=rf"127\.0\.0\.1:{port}.*on 4 responses, all failed.*connection"):
-            grader.grade(items)
-        assert time.monotonic() - start < 10.0
-        assert grader.stats.calls < 300, "the other rows are not tried"
+    with nobody() as port:
+        url = f"http://127.0.0.1:{port}/v1"
+        with LlmGrader(JudgeConfig(base_urls=(url,), breaker_failures=4, **{**QUICK, "max_retries": 1})) as grader:
+            start = time.monotonic()
+            with pytest.raises(JudgeUnavailable, match=rf"127\.0\.0\.1:{port}.*on 4 responses, all failed.*connection"):
+                grader.grade(items)
+            assert time.monotonic() - start < 60.0
+            assert grader.stats.calls < 300, "the other rows are not tried"
 
 
 def test_one_response_that_the_judge_rejects_does_not_stop_the_run():
@@ -353,12 +365,12 @@ def test_structured_on_never_falls_back():
 
 
 def test_a_server_that_fails_does_not_draw_the_calls_of_one_that_works():
-    with FakeJudge() as dead:
-        dead_url = dead.url
-    with FakeJudge(lambda r: Reply(honest(r).text, delay=0.01)) as alive:
-        config = JudgeConfig(base_urls=(dead_url, alive.url), concurrency=8, **{**QUICK, "backoff_max_s": 0.3})
+    with nobody() as port, FakeJudge(lambda r: Reply(honest(r).text, delay=0.01)) as alive:
+        urls = (f"http://127.0.0.1:{port}/v1", alive.url)
+        config = JudgeConfig(base_urls=urls, concurrency=8, **{**QUICK, "backoff_max_s": 0.3})
         with LlmGrader(config) as grader:
+            start = time.monotonic()
             assert grader.grade([ITEM] * 30) == [RIGHT] * 30
-            # a dead server is always the least loaded one; it gets a probe now and then, not every second call
-            assert grader.stats.retries < 40
+            # a dead server is always the least loaded one; it gets a probe every 0.3 s, not every second call
+            assert grader.stats.retries <= 15 + (time.monotonic() - start) / 0.3
             assert len(alive.requests) == 180

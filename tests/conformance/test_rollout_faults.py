@@ -62,7 +62,7 @@ def test_the_parity_probe_fails_for_raw_log_probs(rollouts):
     raw = RawLogprobs(rollouts.policy)
     raw.sync(0)
     with pytest.raises(ParityError, match="log-probs taken before the temperature"):
-        parity_probe(raw, rollouts.policy, tolerance=1e-3)
+        parity_probe(raw, rollouts.policy)
 
 
 def test_the_parity_probe_fails_for_a_stale_tied_head(rollouts, folder):
@@ -72,7 +72,7 @@ def test_the_parity_probe_fails_for_a_stale_tied_head(rollouts, folder):
     head.weight = torch.nn.Parameter(head.weight.detach() * 1.05)
     stale.sync(0)
     with pytest.raises(ParityError, match="a tied lm_head is sent separately"):
-        parity_probe(stale, rollouts.policy, tolerance=1e-3)
+        parity_probe(stale, rollouts.policy)
 
 
 def test_the_parity_probe_fails_for_nan_and_for_an_old_weight_version(rollouts):
@@ -84,7 +84,7 @@ def test_the_parity_probe_fails_for_nan_and_for_an_old_weight_version(rollouts):
     broken = Nan(rollouts.policy)
     broken.sync(0)
     with pytest.raises(ParityError, match="nan nats"):
-        parity_probe(broken, rollouts.policy, tolerance=1e-3)
+        parity_probe(broken, rollouts.policy)
 
     class Old(TransformersRollout):
         def generate(self, requests, sampling, progress=None):
@@ -93,7 +93,7 @@ def test_the_parity_probe_fails_for_nan_and_for_an_old_weight_version(rollouts):
     old = Old(rollouts.policy)
     old.sync(0)
     with pytest.raises(ParityError, match="weights of step -1"):
-        parity_probe(old, rollouts.policy, tolerance=1e-3)
+        parity_probe(old, rollouts.policy)
 
 
 def test_generating_before_the_first_sync_is_an_error(rollouts):

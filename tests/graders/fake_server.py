@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Request = dict[str, Any]
+HELD = 30.0
 
 
 @dataclass
@@ -36,6 +37,7 @@ class Reply:
     code: str | None = None
     raw: bytes | None = None  # sent as the body, whatever it is
     delay: float = 0.0
+    until: Callable[[], bool] | None = None  # held until this is true, or for HELD seconds
     reset: bool = False  # the connection is reset
     drip: float = 0.0  # seconds between single bytes of the body
 
@@ -144,6 +146,9 @@ class FakeJudge:
                 try:
                     reply = self.answer(request)
                     await asyncio.sleep(reply.delay)
+                    given_up = time.monotonic() + HELD
+                    while reply.until is not None and not reply.until() and time.monotonic() < given_up:
+                        await asyncio.sleep(0.005)
                     await self._send(writer, request, reply)
                 finally:
                     self.in_flight -= 1

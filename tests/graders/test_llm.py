@@ -149,15 +149,20 @@ def test_a_missing_key_is_an_error_before_anything_is_asked(monkeypatch):
 
 
 def test_calls_in_flight_are_bounded_and_used():
-    with FakeJudge(lambda r: Reply(honest(r).text, delay=0.05)) as server, grader_for(server, concurrency=5) as grader:
+    def answer(request):
+        """Nobody is answered before five have asked, and a sixth would have the time to."""
+        return Reply(honest(request).text, delay=0.05, until=lambda: server.most_in_flight >= 5)
+
+    with FakeJudge(answer) as server, grader_for(server, concurrency=5) as grader:
         items = [item(str(i)) for i in range(10)]
         assert grader.grade(items) == [right(i) for i in items]
         assert server.most_in_flight == 5
 
 
 def test_the_least_loaded_server_is_asked():
-    slow = FakeJudge(lambda r: Reply(honest(r).text, delay=0.5))
-    with slow, FakeJudge() as fast, grader_for(slow, fast, concurrency=4) as grader:
+    fast = FakeJudge()
+    slow = FakeJudge(lambda r: Reply(honest(r).text, until=lambda: len(fast.requests) >= 64))
+    with slow, fast, grader_for(slow, fast, concurrency=4) as grader:
         items = [item(str(i)) for i in range(20)]
         assert grader.grade(items) == [right(i) for i in items]
         assert len(slow.requests) + len(fast.requests) == 80
@@ -165,10 +170,10 @@ def test_the_least_loaded_server_is_asked():
 
 
 def test_the_deadline_of_a_row_starts_when_its_calls_may_start():
-    # 20 rows of 4 calls, 2 at a time, 0.05 s each: 2 s in all, and no row takes more than 0.4 s
+    # 40 rows of 4 calls, 2 at a time, 0.05 s each: 4 s in all, and a row takes 0.1 s of it
     server = FakeJudge(lambda r: Reply(honest(r).text, delay=0.05))
-    with server, grader_for(server, concurrency=2, deadline_s=1.5) as grader:
-        items = [item(str(i)) for i in range(20)]
+    with server, grader_for(server, concurrency=2, deadline_s=3.5) as grader:
+        items = [item(str(i)) for i in range(40)]
         assert grader.grade(items) == [right(i) for i in items]
 
 
@@ -178,7 +183,7 @@ def test_tokens_and_latencies_are_counted():
         grader.grade([item()])
         summary = grader.stats.summary()
     assert (summary["prompt_tokens"], summary["completion_tokens"]) == (400, 40)
-    assert 0.05 <= summary["latency_p50_s"] <= summary["latency_p95_s"] <= summary["latency_p99_s"] < 5.0
+    assert 0.05 <= summary["latency_p50_s"] <= summary["latency_p95_s"] <= summary["latency_p99_s"] < 40.0  # s, not ms
     assert summary["unknown"] == {}
 
 
@@ -199,7 +204,7 @@ def test_grade_works_inside_a_running_loop_and_from_several_threads():
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(120)
     assert results == {n: [right(items[n])] for n in range(6)}
 
 
@@ -235,7 +240,7 @@ def test_a_template_that_fails_on_a_response_stops_the_run_and_says_so(tmp_path)
 
         thread = threading.Thread(target=work, daemon=True)  # one that hangs must not hang the tests
         thread.start()
-        thread.join(20)
+        thread.join(120)
         assert len(raised) == 1
         assert "own.j2: ZeroDivisionError" in raised[0]
         assert server.requests == []
@@ -267,7 +272,7 @@ def test_a_process_may_end_without_closing_its_grader():
             cwd=Path(__file__).parents[2],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
         )
     assert (ended.returncode, ended.stderr) == (0, "")
 
@@ -391,7 +396,7 @@ def test_one_cache_serves_several_graders_at_once(tmp_path):
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(240)
     assert results == [[right(i) for i in items]] * 3
     cache = VerdictCache(tmp_path)
     assert len(cache) == 120
@@ -457,7 +462,9 @@ def test_an_interrupted_call_leaves_no_work_behind():
                 grader.grade(items)
         finally:
             signal.signal(signal.SIGINT, before)
-        time.sleep(0.5)
+        deadline = time.monotonic() + 60
+        while server.in_flight and time.monotonic() < deadline:
+            time.sleep(0.01)
         sent = len(server.requests)
         time.sleep(0.5)
         assert len(server.requests) == sent < 100
