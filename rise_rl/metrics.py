@@ -16,18 +16,22 @@ class Metric(NamedTuple):
 
 
 METRICS: dict[str, Metric] = {
-    "step": Metric("optimizer steps done, this one included (from 1)", "steps"),
+    "step": Metric(
+        "rollout batches trained on, this one included (from 1); each is one optimizer update or several", "steps"
+    ),
     "epoch": Metric("passes over the training prompts before this step", "epochs"),
     "reward/natural": Metric("mean complete-rubric reward of the natural rollouts (eq. 3)", "reward, 0-1"),
     "reward/natural_smoothed": Metric("its exponential moving average (weight of the past 0.9)", "reward, 0-1"),
     "reward/guided": Metric("mean complete-rubric reward of the guided rollouts", "reward, 0-1"),
     "reward/shaped": Metric("mean of reward plus overlong penalty, which GRPO's advantages use", "reward"),
     "gap/raw": Metric(
-        "Delta_r (eq. 13): guided minus natural mean, over the prompts that had guided rollouts", "reward"
+        "Delta_r (eq. 13): a prompt's guided minus its natural mean, averaged over the prompts with graded answers of "
+        "both kinds",
+        "reward",
     ),
     "gap/smoothed": Metric("its exponential moving average; the plateau rule looks at it", "reward"),
-    "gap/all_prompts": Metric("guided mean minus the natural mean over all prompts of the step", "reward"),
-    "lambda": Metric("weight of the guide loss (eq. 12); 0 once guidance is removed"),
+    "gap/all_prompts": Metric("the same with the natural mean over all prompts of the step", "reward"),
+    "lambda": Metric("weight of the guide loss (eq. 12); 0 once guidance is removed, and where it is coupled"),
     "guidance/active": Metric("whether guided rollouts were generated", "true/false"),
     "guided/generated": Metric("guided rollouts", "samples"),
     "guided/kept": Metric("guided rollouts that beat their prompt's natural mean (eq. 7)", "samples"),
@@ -35,11 +39,13 @@ METRICS: dict[str, Metric] = {
     "guided/no_feedback_prompts": Metric("prompts without guided rollouts: nothing missed, or no hint fits", "prompts"),
     "guided/dropped_criteria": Metric("criteria left out of hints because the budget was full", "criteria"),
     "rho/mean": Metric("mean support factor p / (p + gamma) of the kept guided tokens (eq. 10)", "0-1"),
-    "entropy": Metric("mean entropy of the policy over the natural tokens trained on", "nats"),
-    "clip_fraction": Metric("natural tokens whose ratio was clipped", "0-1"),
+    "entropy": Metric(
+        "mean entropy of the policy at rollout.temperature, over the natural tokens of the sequences forwarded", "nats"
+    ),
+    "clip_fraction": Metric("natural tokens of the sequences forwarded whose ratio was clipped", "0-1"),
     "ratio/mean": Metric("mean of new over old probability", "ratio"),
     "ratio/max": Metric("largest of new over old probability", "ratio"),
-    "kl": Metric("mean KL estimate to the reference policy, where one is used", "nats"),
+    "kl": Metric("mean KL estimate to the reference policy over the natural tokens, where there is a KL term", "nats"),
     "loss": Metric("total loss (eq. 12)"),
     "loss/policy": Metric("its GRPO part"),
     "loss/guide": Metric("its guide part, lambda included"),
@@ -53,15 +59,23 @@ METRICS: dict[str, Metric] = {
     "unknown_verdicts": Metric("criteria that the grader could not judge", "verdicts"),
     "ungraded_samples": Metric("samples left out because a verdict is unknown", "samples"),
     "groups/zero_advantage": Metric(
-        "prompts with graded answers whose advantages are all 0: no policy gradient", "prompts"
+        "prompts with graded natural answers but no policy gradient: all advantages are 0, or what is not is masked",
+        "prompts",
     ),
     "skipped": Metric("1 if the step had nothing to learn from and changed no weight", "0 or 1"),
     "sequences/forwarded": Metric("sequences that the optimizer step computed", "sequences"),
     "sequences/skipped": Metric("sequences not computed because they cannot change anything", "sequences"),
-    "logprob_gap/mean": Metric("mean |log-prob difference| between rollout engine and trainer, sampled tokens", "nats"),
+    "logprob_gap/mean": Metric(
+        "mean |log-prob difference| between rollout engine and trainer, over tokens of the sequences forwarded that "
+        "were sampled under the prompt they are learnt under",
+        "nats",
+    ),
     "logprob_gap/p99": Metric("its 99th percentile", "nats"),
     "logprob_gap/max": Metric("its maximum", "nats"),
-    "importance/kept": Metric("tokens, or sequences, whose importance factor is below grpo.importance_cap", "0-1"),
+    "importance/kept": Metric(
+        "of the sequences forwarded: tokens, or sequences, whose importance factor is at most grpo.importance_cap",
+        "0-1",
+    ),
     "scaffold/strength": Metric("share of the scaffold that is left (RuscaRL's lambda)", "0-1"),
     "scaffold/shown_mean": Metric("criteria shown to a natural rollout", "criteria"),
     "scaffold/dropped_criteria": Metric("criteria left out of scaffolds because the budget was full", "criteria"),
@@ -87,8 +101,8 @@ METRICS: dict[str, Metric] = {
 """One line of metrics.jsonl holds every name; null where a step has no such value."""
 
 EVAL_METRICS: dict[str, Metric] = {
-    "step": Metric("optimizer steps done before the evaluation; 0 is the untrained model", "steps"),
-    "reward/mean": Metric("mean held-out reward, without guidance", "reward, 0-1"),
+    "step": Metric("rollout batches trained on before the evaluation; 0 is the untrained model", "steps"),
+    "reward/mean": Metric("mean held-out reward, without guidance, sampled at evaluation.temperature", "reward, 0-1"),
     "score/mean": Metric("mean score before clipping to [0, 1] (HealthBench's own)", "score"),
     "length/mean": Metric("mean response length", "tokens"),
     "truncated": Metric("responses cut at the maximum length", "0-1"),

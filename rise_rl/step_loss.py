@@ -84,6 +84,7 @@ def build_step_loss(
                 response_ids=s.rollout.token_ids,
                 token_weight=weights.natural(s.length),
                 advantage=advantage,
+                coupled=s.kind == "guided",
                 behaviour_logprob=own_logprobs(s, prompt_ids),
             )
             for s, advantage in members

@@ -24,26 +24,34 @@ def mean(values: Iterable[Value]) -> Value:
 
 
 def reward_gap(natural: Sequence[Sample], guided: Sequence[Sample]) -> tuple[Value, Value]:
-    """Delta_r (eq. 13): mean guided minus mean natural reward, over the prompts with graded answers of both kinds, and
-    the same with the natural mean taken over all prompts of the step.
+    """Delta_r (eq. 13): mean guided minus mean natural reward of a prompt, averaged over the prompts with graded
+    answers of both kinds; and the same with the natural mean taken over all prompts of the step.
+
+    Every prompt weighs the same, however many of its answers are graded: otherwise easy prompts with more graded
+    answers of one kind would look like a gap.
     """
-    uids = {s.example.uid for s in guided if s.reward is not None}
-    uids &= {s.example.uid for s in natural if s.reward is not None}
-    privileged = mean(s.reward for s in guided if s.example.uid in uids)
-    of_these = mean(s.reward for s in natural if s.example.uid in uids)
-    of_all = mean(s.reward for s in natural)
-    if privileged is None or of_these is None or of_all is None:
+    unaided, aided = prompt_means(natural), prompt_means(guided)
+    uids = [uid for uid in aided if uid in unaided]
+    if not uids:
         return None, None
-    return privileged - of_these, privileged - of_all
+    privileged = fmean(aided[uid] for uid in uids)
+    return privileged - fmean(unaided[uid] for uid in uids), privileged - fmean(unaided.values())
+
+
+def prompt_means(samples: Sequence[Sample]) -> dict[str, float]:
+    """Mean reward of the graded samples of each prompt that has any."""
+    rewards = defaultdict(list)
+    for s in samples:
+        if s.reward is not None:
+            rewards[s.example.uid].append(s.reward)
+    return {uid: fmean(values) for uid, values in rewards.items()}
 
 
 def sample_metrics(natural: Sequence[Sample], guided: Sequence[Sample], loss: StepLoss) -> dict[str, Value]:
     """What the answers were like."""
     everyone = [*natural, *guided]
-    groups = defaultdict(list)
-    for sample, advantage in zip(natural, loss.advantages):
-        if advantage is not None:
-            groups[sample.example.uid].append(advantage)
+    graded = {s.example.uid for s in natural if s.reward is not None}
+    pushed = {s.uid for s in loss.sequences if not s.is_guide and s.advantage != 0}
     kept = sum(gain > 0 for gain in loss.gains)
     raw, over_all = reward_gap(natural, guided)
     shaped = [None if s.reward is None else s.reward + p for s, p in zip(natural, loss.penalties)]
@@ -63,7 +71,7 @@ def sample_metrics(natural: Sequence[Sample], guided: Sequence[Sample], loss: St
         "truncated/guided": mean(float(s.truncated) for s in guided),
         "unknown_verdicts": sum(v is None for s in everyone for v in s.verdicts),
         "ungraded_samples": sum(s.reward is None for s in everyone),
-        "groups/zero_advantage": sum(not any(group) for group in groups.values()),
+        "groups/zero_advantage": len(graded - pushed),
         "tokens/generated": sum(s.length for s in everyone),
     }
 

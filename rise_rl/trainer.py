@@ -137,7 +137,7 @@ class Trainer:
         parts = self.ranks.gather(self.sampler.sample, step, self.ranks.mine(prompts), guiding=guiding)
         samples = whole_step(parts, prompts)
         natural, guided = samples.natural, samples.guided
-        coefficient = self.config.guidance.coefficient if guiding else 0.0
+        coefficient = self.config.guidance.coefficient if guiding and not self.config.guidance.coupled else 0.0
         loss = build_step_loss(
             natural,
             guided,

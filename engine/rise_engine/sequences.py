@@ -13,7 +13,8 @@ class TrainSequence:
     """One response under one prompt, as sampled; for a guide row the prompt is the original one, without the hint.
 
     token_weight: the weight of every token of the response, all normalisers inside (nothing later divides).
-    advantage: of a natural row; guide rows use token_weight alone.
+    advantage: of a row of the policy loss; guide rows use token_weight alone. coupled: a guided answer that is learnt
+    with the policy loss; it counts among neither the natural nor the guide tokens of the statistics.
     old_logprob, ref_logprob, behaviour_logprob: one value per response token, or None. old_logprob None: the policy's
     own, so that the ratio is 1. behaviour_logprob (the rollout engine's) is always used for the log-prob gap, and for
     importance correction where the loss asks for it.
@@ -25,6 +26,7 @@ class TrainSequence:
     token_weight: float
     advantage: float = 0.0
     is_guide: bool = False
+    coupled: bool = False
     old_logprob: Sequence[float] | None = None
     behaviour_logprob: Sequence[float] | None = None
     ref_logprob: Sequence[float] | None = None
@@ -52,9 +54,10 @@ class StepStats:
 
     loss = policy_loss + guide_loss, the weighted sums over all ranks. grad_norm: before clipping; 0 if the step was
     skipped. lr: the rate the update used. tokens: response tokens forwarded. clip_fraction, ratio_*, kl and entropy
-    are over natural tokens, mean_support (rho) over guide tokens. logprob_gap_*: |trainer - behaviour| in nats with the
-    weights that sampled, over the `gap_tokens` forwarded tokens that carry a behaviour log-prob. importance_kept: share
-    of them whose importance factor is not truncated, NaN without token correction.
+    are over natural tokens (kl: NaN without a KL term), mean_support (rho) over guide tokens. logprob_gap_*:
+    |trainer - behaviour| in nats with the weights that sampled, over the `gap_tokens` forwarded tokens that carry a
+    behaviour log-prob. importance_kept: share of them whose importance factor is not truncated, NaN without token
+    correction.
     """
 
     loss: float
@@ -64,6 +67,7 @@ class StepStats:
     lr: float
     tokens: int
     natural_tokens: int
+    guide_tokens: int
     gap_tokens: int
     forwarded_sequences: int
     micro_batches: int
@@ -108,7 +112,7 @@ def merge(updates: Sequence[StepStats]) -> StepStats:
     def largest(name: str) -> float:
         return max((v for u in updates if not math.isnan(v := getattr(u, name))), default=math.nan)
 
-    natural = [u.natural_tokens for u in updates]
+    natural, guide = [u.natural_tokens for u in updates], [u.guide_tokens for u in updates]
     return StepStats(
         loss=per_update("loss"),
         policy_loss=per_update("policy_loss"),
@@ -117,12 +121,13 @@ def merge(updates: Sequence[StepStats]) -> StepStats:
         lr=updates[-1].lr,
         tokens=total("tokens"),
         natural_tokens=sum(natural),
+        guide_tokens=sum(guide),
         gap_tokens=total("gap_tokens"),
         forwarded_sequences=total("forwarded_sequences"),
         micro_batches=total("micro_batches"),
         skipped=not made,
         clip_fraction=over(natural, "clip_fraction"),
-        mean_support=over([u.tokens - u.natural_tokens for u in updates], "mean_support"),
+        mean_support=over(guide, "mean_support"),
         entropy=over(natural, "entropy"),
         ratio_mean=over(natural, "ratio_mean"),
         ratio_max=largest("ratio_max"),

@@ -91,18 +91,21 @@ class StepStatistics:
         """`result` must be detached. Rows of weight 0 were not computed and do not count."""
         self.losses.append(torch.stack([result.loss, result.policy_loss, result.guide_loss]).double())
         self.batches.append((batch, result.token_loss))
-        behaviour = concatenated([sequences[i] for i in batch.members], "behaviour_logprob").to(self.device)
+        members = [sequences[i] for i in batch.members]
+        behaviour = concatenated(members, "behaviour_logprob").to(self.device)
+        coupled = torch.cat([torch.full((len(s.response_ids),), s.coupled) for s in members]).to(self.device)
         assert result.entropy is not None
         # After an update the policy has moved on purpose; the gap is that of the weights that sampled.
         old = rows.old_logprob
         at_sampling = result.logprob if old is None else torch.where(old.isnan(), result.logprob, old)
         columns = [
             rows.is_guide,
+            ~rows.is_guide & ~coupled,
             result.entropy,
             result.ratio,
             result.clipped,
             result.support,
-            torch.zeros_like(result.logprob) if result.kl is None else result.kl,
+            torch.full_like(result.logprob, NAN) if result.kl is None else result.kl,
             at_sampling - behaviour,
         ]
         table = torch.stack([c.float() for c in columns], dim=1)
@@ -125,18 +128,19 @@ class StepStatistics:
         return total.tolist()
 
     def summary(self) -> dict[str, Any]:
-        table = torch.cat(self.tokens) if self.tokens else torch.zeros(0, 7, device=self.device)
-        guide, entropy, ratio, clipped, support, kl, gap = _gathered(table).cpu().double().unbind(1)
-        natural = guide == 0
+        table = torch.cat(self.tokens) if self.tokens else torch.zeros(0, 8, device=self.device)
+        guide, natural, entropy, ratio, clipped, support, kl, gap = _gathered(table).cpu().double().unbind(1)
+        guide, natural = guide.bool(), natural.bool()
         gap = gap[~gap.isnan()]
         kept = torch.empty(0) if self.is_cap is None else gap <= math.log(self.is_cap)
         gap = gap.abs()
         return {
             "tokens": len(guide),
             "natural_tokens": int(natural.sum()),
+            "guide_tokens": int(guide.sum()),
             "gap_tokens": len(gap),
             "clip_fraction": _mean(clipped[natural]),
-            "mean_support": _mean(support[~natural]),
+            "mean_support": _mean(support[guide]),
             "entropy": _mean(entropy[natural]),
             "ratio_mean": _mean(ratio[natural]),
             "ratio_max": ratio[natural].max().item() if natural.any() else NAN,

@@ -64,6 +64,7 @@ def test_coupled_guided_answers_are_members_of_the_group():
     assert [s.token_weight for s in coupled.sequences] == pytest.approx([1 / tokens] * 8)
     assert all(s.prompt_ids == PROMPTS[s.uid] for s in coupled.sequences)  # learnt without the hint
     hinted = [s for s in coupled.sequences if s.behaviour_logprob is None]
+    assert [s.coupled for s in coupled.sequences] == [s in hinted for s in coupled.sequences]
     assert sorted(s.response_ids for s in hinted) == sorted(s.rollout.token_ids for s in GUIDED)
     assert len(coupled.advantages) == len(coupled.penalties) == len(NATURAL)
     assert coupled.gains == build(NATURAL, GUIDED).gains  # reported, not used

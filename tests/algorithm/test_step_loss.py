@@ -29,7 +29,7 @@ def sample(uid, reward, length, *, shown=(), finish="stop"):
         finish_reason=finish,
         weight_version=0,
     )
-    return Sample(example, rollout, [reward], reward, shown)
+    return Sample(example, rollout, [reward], reward, shown, "guided" if shown else "natural")
 
 
 def build(natural, guided=(), *, lam=0.05, grpo=None, guidance=None, max_length=100):

@@ -114,6 +114,23 @@ def test_statistics_against_float64(tiny_folder):
     assert stats.logprob_gap_max == pytest.approx(gap.max().item(), rel=1e-3)
     assert stats.logprob_gap_p99 == pytest.approx(gap.sort().values[math.ceil(0.99 * len(gap)) - 1].item(), rel=1e-3)
     assert stats.loss == pytest.approx(stats.policy_loss + stats.guide_loss, rel=1e-5)
+    assert math.isnan(stats.kl)  # the loss has no KL term
+
+
+def test_coupled_rows_are_learnt_but_are_neither_natural_nor_guide_tokens(tiny_folder):
+    sequences = a_step(prompts=2)
+    first = next(i for i, s in enumerate(sequences) if not s.is_guide)
+    coupled = [replace(s, coupled=i == first) for i, s in enumerate(sequences)]
+    without = [s for s in sequences if s is not sequences[first]]
+    found, whole, rest = (
+        engine(tiny_folder("llama")).train_step(s, temperature=T) for s in (coupled, sequences, without)
+    )
+    assert (found.loss, found.grad_norm, found.tokens) == (whole.loss, whole.grad_norm, whole.tokens)
+    assert found.natural_tokens == rest.natural_tokens == whole.natural_tokens - len(sequences[first].response_ids)
+    assert found.guide_tokens == rest.guide_tokens == rest.tokens - rest.natural_tokens
+    for name in ("entropy", "ratio_mean", "ratio_max", "clip_fraction", "mean_support"):
+        assert getattr(found, name) == pytest.approx(getattr(rest, name), rel=1e-4), name
+    assert found.entropy != pytest.approx(whole.entropy, rel=1e-4)
 
 
 def test_sequences_that_cannot_matter_are_not_forwarded(tiny_folder):

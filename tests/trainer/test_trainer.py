@@ -39,6 +39,14 @@ def test_guidance_is_removed_for_good(tiny_config):
         assert kinds.count("guided") == m["guided/generated"]
 
 
+def test_coupled_guidance_has_no_guide_loss_to_weigh(tiny_config):
+    config = tiny_config(steps=2, guidance__remove_at=1, evaluation__every=0, checkpoint__every=0)
+    metrics, _ = run(config, "guidance.coupled=true")
+    assert metrics[0]["guided/generated"] > 0
+    assert [m["lambda"] for m in metrics] == [0.0, 0.0]
+    assert all(m["kl"] is None and m["loss/guide"] == 0 for m in metrics)
+
+
 def test_guided_answers_saw_the_hint_and_their_criteria_were_missed(tiny_config):
     _, folder = run(tiny_config(steps=1, evaluation__every=0, checkpoint__every=0))
     everything = records(folder, 1)

@@ -107,13 +107,25 @@ def stats(**changes) -> StepStats:
 
 
 def test_merged_statistics_mean_what_they_say():
-    a = stats(loss=1.0, grad_norm=2.0, tokens=10, natural_tokens=6, gap_tokens=6, entropy=1.0, mean_support=0.2)
-    b = stats(loss=3.0, grad_norm=4.0, tokens=4, natural_tokens=2, gap_tokens=2, entropy=3.0, mean_support=0.5)
+    a = stats(
+        loss=1.0,
+        grad_norm=2.0,
+        tokens=12,
+        natural_tokens=6,
+        guide_tokens=4,
+        gap_tokens=6,
+        entropy=1.0,
+        mean_support=0.2,
+    )
+    b = stats(
+        loss=3.0, grad_norm=4.0, tokens=4, natural_tokens=2, guide_tokens=2, gap_tokens=2, entropy=3.0, mean_support=0.5
+    )
     a, b = replace(a, ratio_max=1.0, logprob_gap_max=0.5), replace(b, ratio_max=1.7, logprob_gap_max=math.nan)
     nothing = stats(skipped=True, entropy=math.nan, mean_support=math.nan, ratio_max=math.nan, lr=0.5)
     merged = merge([a, b, nothing])
     assert (merged.loss, merged.grad_norm, merged.lr, merged.skipped) == (2.0, 3.0, 0.5, False)
-    assert merged.tokens == 14
+    assert merged.tokens == 16
+    assert (merged.natural_tokens, merged.guide_tokens) == (8, 6)
     assert merged.entropy == pytest.approx((6 * 1.0 + 2 * 3.0) / 8)
     assert merged.mean_support == pytest.approx((4 * 0.2 + 2 * 0.5) / 6)
     assert (merged.ratio_max, merged.logprob_gap_max) == (1.7, 0.5)
