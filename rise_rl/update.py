@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from rise_engine import agreement
 from rise_engine.distributed import all_ranks_sum
 from rise_engine.policy import PolicyEngine
 from rise_engine.sequences import StepStats, TrainSequence, merge
@@ -89,7 +90,7 @@ def corrected(
     The factor is min(prod_t pi_old(t) / pi_behaviour(t), cap), a constant. It multiplies the surrogate and not the KL,
     and a positive factor of the surrogate is one of the advantage: clipping looks at the ratio and at the sign alone.
     """
-    counts = torch.zeros(2, dtype=torch.float64, device=device)
+    counts = torch.zeros(2, dtype=torch.float64)
 
     def with_factor(sequence: TrainSequence) -> TrainSequence:
         if sequence.is_guide:
@@ -103,6 +104,6 @@ def corrected(
         counts[1] += 1
         return replace(sequence, advantage=sequence.advantage * min(math.exp(log_factor), cap))
 
-    changed = [[with_factor(s) for s in batch] for batch in batches]
-    below, total = all_ranks_sum(counts).tolist()
+    changed = agreement.each(lambda: [[with_factor(s) for s in batch] for batch in batches])
+    below, total = all_ranks_sum(counts.to(device)).tolist()
     return changed, below / total if total else math.nan

@@ -96,7 +96,7 @@ class PolicyEngine:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
         module = PolicyModule(self.model)
-        optimizer = build_optimizer(module, config)
+        optimizer = agreement.each(build_optimizer, module, config)
         self._clipped_norm = None
         settings = deepspeed_config(config, self.world_size)
         if settings["zero_optimization"]["stage"] == 0:
@@ -214,7 +214,7 @@ class PolicyEngine:
 
         Collective: all ranks call it together.
         """
-        agreement.each(self._check_lengths, sequences)
+        agreement.each(self.check_tokens, sequences)
         return token_logprobs(
             self.engine.module,
             sequences,
@@ -245,12 +245,23 @@ class PolicyEngine:
 
     def _check(self, sequences: Sequence[TrainSequence]) -> None:
         check_consistent(sequences, self.loss)
-        self._check_lengths(sequences)
+        self.check_tokens(sequences)
 
-    def _check_lengths(self, sequences: Sequence[HasTokens]) -> None:
-        longest = max((len(s.prompt_ids) + len(s.response_ids) for s in sequences), default=0)
-        if longest > self.context_length:
-            raise ValueError(f"sequence of {longest} tokens: the model's context is {self.context_length}")
+    def check_tokens(self, sequences: Sequence[HasTokens]) -> None:
+        """ValueError for a sequence that the model cannot take. To be called through `agreement.each`: in a forward
+        pass it would fail on one rank alone, with the others waiting for it.
+        """
+        vocabulary = self.model.config.get_text_config().vocab_size
+        for s in sequences:
+            tokens = len(s.prompt_ids) + len(s.response_ids)
+            if tokens > self.context_length:
+                raise ValueError(f"sequence of {tokens} tokens: the model's context is {self.context_length}")
+            for name, ids in (("prompt_ids", s.prompt_ids), ("response_ids", s.response_ids)):
+                if not ids:
+                    raise ValueError(f"{name}: expected at least one token, found none")
+                wrong = [i for i in (min(ids), max(ids)) if not 0 <= i < vocabulary]
+                if wrong:
+                    raise ValueError(f"{name}: found token {wrong[0]}, but the model has tokens 0 to {vocabulary - 1}")
 
     # --- state -----------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rise_kernels.token_losses import LossSpec
 
+from . import agreement
 from .config import EngineConfig
 from .deepspeed_config import deepspeed_config
 from .head import install_head
@@ -30,7 +31,7 @@ class FrozenReference:
 
     def __init__(self, model: str | Path, policy: PolicyEngine) -> None:
         self.policy = policy
-        frozen = load_model(model, dtype=policy.config.torch_dtype, attention="sdpa")
+        frozen = agreement.each(load_model, model, dtype=policy.config.torch_dtype, attention="sdpa")
         self.layout = choose_layout(frozen, policy.config.attention)
         apply_liger(frozen, policy.config.liger)
         install_head(frozen, LossSpec(), policy.config.head_budget_mib)
@@ -44,6 +45,7 @@ class FrozenReference:
     def score(self, sequences: Sequence[HasTokens], *, temperature: float) -> list[Tensor]:
         """As PolicyEngine.score. Collective."""
         policy = self.policy
+        agreement.each(policy.check_tokens, sequences)
         return token_logprobs(
             self.module,
             sequences,

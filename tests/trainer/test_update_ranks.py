@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from rise_engine import agreement
 from rise_engine.config import EngineConfig
 from rise_engine.policy import PolicyEngine
 from rise_engine.reference import FrozenReference
 from rise_kernels.token_losses import LossSpec
-from rise_rl.update import update
+from rise_rl.update import my_share, update
 from tests.engine.helpers import a_step
 from tests.tiny import make_tiny
 from tests.torchrun import results, torchrun
@@ -66,3 +67,80 @@ def test_two_ranks_equal_one(tiny_folder, tmp_path):
     assert len(stages) == 2
     for found in stages:
         assert found == {name: pytest.approx(value, rel=2e-4, abs=1e-4) for name, value in expected.items()}
+
+
+# --- what goes wrong on one rank -------------------------------------------------------------------------------------
+
+ONE_RANK_FAILS = """
+import json, sys
+import torch
+from tests.trainer.test_update_ranks import faults
+torch.set_num_threads(1)
+print("RESULT", json.dumps(faults(sys.argv[1], sys.argv[2])), flush=True)
+"""
+
+
+def faults(folder: str, gone: str) -> list[tuple[str, int | None, str]]:
+    """(what, the rank it comes from, what this rank was told) of failures on rank 1 alone, each before a collective
+    operation that rank 0 is waiting in. A hang ends after a minute, with another message.
+    """
+    config = EngineConfig(zero_stage=2, timeout_minutes=1, **KEYS)
+    policy = PolicyEngine(folder, config, loss=LossSpec(kl_coef=0.2))
+    reference = FrozenReference(folder, policy)
+    second = policy.rank == 1
+    found: list[tuple[str, int | None, str]] = []
+
+    def told(what, work):
+        try:
+            work()
+        except Exception as error:
+            found.append((what, agreement.failed_rank(error), f"{type(error).__name__}: {error}"))
+
+    def step(change):
+        """A step in which the sequences of rank 1, and no others, are changed."""
+        whole = [replace(s, behaviour_logprob=(-5.0,) * len(s.response_ids)) for s in a_step(prompts=2)]
+        shares = agreement.gather(lambda: [s.response_ids for s in my_share(whole, policy)])
+        return [change(s) if s.response_ids in shares[1] else s for s in whole]
+
+    def unknown(s):
+        return replace(s, response_ids=(*s.response_ids[:-1], 384))
+
+    bad = [unknown(s) for s in a_step() if not s.is_guide]
+    long = [replace(s, prompt_ids=s.prompt_ids * 200) for s in a_step()]
+    mine = bad if second else [s for s in a_step() if not s.is_guide]
+    without = step(lambda s: s if s.is_guide else replace(s, behaviour_logprob=None))
+    update_of = {"reference": reference, "temperature": 0.7}
+    told("correction", lambda: update(policy, [without], sequence_cap=2.0, **update_of))
+    told("old", lambda: update(policy, [a_step(), step(unknown)], **update_of))
+    told("reference", lambda: update(policy, [step(unknown)], **update_of))
+    told(
+        "train_step",
+        lambda: policy.train_step([replace(s, ref_logprob=[0.0] * len(s.response_ids)) for s in mine], temperature=0.7),
+    )
+    told("score", lambda: policy.score(long if second else a_step(), temperature=0.7))
+    told("load", lambda: PolicyEngine(gone if second else folder, config))
+    told("load reference", lambda: FrozenReference(gone if second else folder, policy))
+    assert policy.step == 0
+    update(policy, [a_step()], **update_of)  # and they can go on together
+    return [*found, ("step", None, str(policy.step))]
+
+
+@pytest.mark.slow
+def test_what_fails_on_one_rank_is_raised_on_both(tiny_folder, tmp_path):
+    script, gone = tmp_path / "faults.py", tmp_path / "gone"
+    script.write_text(ONE_RANK_FAILS)
+    first, second = results(torchrun(script, tiny_folder, gone))
+    assert first == second
+    token = "response_ids: found token 384, but the model has tokens 0 to 383"
+    assert [what for what, *_ in first] == [
+        "correction", "old", "reference", "train_step", "score", "load", "load reference", "step"
+    ]  # fmt: skip
+    assert {rank for _, rank, _ in first[:-1]} == {1}
+    said = {what: text for what, _, text in first}
+    assert said["correction"].startswith("ValueError: behaviour_logprob: sequence 'p")
+    assert said["old"] == said["reference"] == said["train_step"] == f"ValueError: {token}"
+    assert said["score"] == "ValueError: sequence of 809 tokens: the model's context is 512"
+    assert said["load"].startswith("OSError: tokenizer: ")
+    assert said["load reference"].startswith("OSError: model: ")
+    assert all(str(gone) in said[what] for what in ("load", "load reference"))
+    assert said["step"] == "1"
