@@ -32,7 +32,6 @@ class LoraSettings(BaseModel):
         description="Names of the linear layers that get an adapter (q_proj, for one). all-linear: every linear layer "
         "but the head, which is never adapted.",
     )
-    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on an adapter's input, in training passes only.")
 
 
 class EngineConfig(BaseModel):

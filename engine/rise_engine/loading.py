@@ -11,12 +11,16 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from .dropout import without_dropout
+
 # What transformers raises, depending on which file is missing or damaged.
 UNREADABLE = (OSError, ValueError, SafetensorError)
 
 
 def load_model(source: str | Path, *, dtype: torch.dtype, attention: str) -> PreTrainedModel:
-    """A causal language model on the CPU. Raises OSError naming `source` if there is none, or only part of one."""
+    """A causal language model on the CPU, its dropout turned off. Raises OSError naming `source` if there is none, or
+    only part of one.
+    """
     with quiet():
         try:
             model, found = AutoModelForCausalLM.from_pretrained(
@@ -28,6 +32,7 @@ def load_model(source: str | Path, *, dtype: torch.dtype, attention: str) -> Pre
         # transformers would make these up at random and go on.
         missing = sorted(found["missing_keys"])
         raise OSError(f"model: {source} lacks {len(missing)} of its weights (first: {missing[0]})")
+    without_dropout(model)
     return model
 
 

@@ -29,7 +29,6 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings) -> None:
     ours = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,
-        lora_dropout=settings.dropout,
         target_modules=_targets(model, settings.target_modules),
     )
     inject_adapter_in_model(ours, model)

@@ -160,17 +160,12 @@ def test_resume_is_exact(tiny_folder, tmp_path, stage):
         assert torch.equal(value, weights(resumed)[name]), name
 
 
-def test_checkpointing_and_dropout(tiny_folder):
-    """Recomputed activations give the same gradients; dropout acts in training alone."""
+def test_checkpointing_gives_the_same_gradients(tiny_folder):
     results = [
         trained(engine(tiny_folder("qwen3-tied"), activation_checkpointing=on)).train_step(a_step(3), temperature=T)
         for on in (False, True)
     ]
     assert results[1].grad_norm == pytest.approx(results[0].grad_norm, rel=1e-5)
-    dropping = trained(engine(tiny_folder("qwen3-tied"), lora=LORA | {"dropout": 0.5}))
-    assert dropping.train_step(a_step(3), temperature=T).loss != results[0].loss
-    first, second = (dropping.logprobs((5, 6), [(7, 8)], temperature=T)[0] for _ in range(2))
-    assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize(
