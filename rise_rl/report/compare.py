@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import islice, takewhile
+from dataclasses import dataclass, replace
+from itertools import count, islice, takewhile
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -21,7 +21,7 @@ from ..run_folder import write_aside
 from .compare_figures import PANELS, panel_svg
 from .heatmap import HeatMap, Row, heat_map
 from .page import HTML_ROWS, heat_cell, heat_scale, render
-from .summary import RunData, flat
+from .summary import UNSET, RunData, flat
 
 SAME_METHOD = {"name", "seed", "output", "trackers"}
 """Configuration keys in which the seeds of one method differ."""
@@ -35,20 +35,25 @@ class CompareError(RiseError):
 
 @dataclass(frozen=True)
 class Group:
-    """The runs of one method."""
+    """The runs of one method. apart: the settings that tell it from methods whose runs are called alike."""
 
     runs: list[RunData]
+    apart: str = ""
 
     @property
     def name(self) -> str:
-        """A run's own, or what the names begin with alike."""
+        """A run's own, or what the names begin with alike; with `apart` no other method's."""
+        return ", ".join(filter(None, [self._common_name(), self.apart]))
+
+    def _common_name(self) -> str:
         if len(self.runs) == 1:
             return self.runs[0].name
         names = [run.name for run in self.runs]
         alike = takewhile(lambda letters: len(set(letters)) == 1, zip(*names))
         common = "".join(letters[0] for letters in alike)
         stem = re.sub(r"([-_. ]+(seed|s))?[-_. ]*\d*$", "", common)
-        return f"{stem or names[0]} ({len(self.runs)} seeds)"
+        distinct = len({run.config.get("seed") for run in self.runs}) == len(self.runs)
+        return f"{stem or names[0]} ({len(self.runs)} {'seeds' if distinct else 'runs'})"
 
     @property
     def evals(self) -> list[dict[str, Any]]:
@@ -84,12 +89,42 @@ def write_comparison(folders: Sequence[str | Path], path: str | Path) -> Path:
 
 
 def group_runs(runs: Sequence[RunData]) -> list[Group]:
-    """In the order given."""
+    """In the order given; no two have one name."""
     groups: dict[str, list[RunData]] = {}
     for run in runs:
         method = {key: value for key, value in run.config.items() if key not in SAME_METHOD}
-        groups.setdefault(repr(sorted(flat(method))), []).append(run)
-    return [Group(members) for members in groups.values()]
+        said = sorted(row for row in flat(method) if row[1] != UNSET)  # a key that an older version did not have
+        groups.setdefault(repr(said), []).append(run)
+    found = [Group(members) for members in groups.values()]
+    return [replace(group, apart=_apart(group, [g for g in found if g.name == group.name])) for group in found]
+
+
+def _apart(group: Group, same: Sequence[Group]) -> str:
+    """The first settings of a group that no other of `same` has together: "engine.lr=1e-05"; empty if it is alone."""
+    parts, others = [], [i for i, other in enumerate(same) if other is not group]
+    [mine] = {*range(len(same))} - {*others}
+    for key, values in differences(same):
+        alike = [i for i in others if values[i] == values[mine]]
+        if len(alike) < len(others):
+            parts.append(f"{key}={values[mine]}")
+            others = alike
+    return ", ".join(parts)
+
+
+def run_labels(runs: Sequence[RunData]) -> list[str]:
+    """The runs' names; of runs of one name as much of the end of their folders as tells them apart."""
+
+    def tail(run: RunData, length: int) -> str:
+        return "/".join(run.folder.path.resolve().parts[-length:])
+
+    def label(run: RunData) -> str:
+        others = [other for other in runs if other.name == run.name and other is not run]
+        if not others:
+            return run.name
+        folder = next(t for n in count(1) if (t := tail(run, n)) not in {tail(other, n) for other in others})
+        return folder if folder.split("/")[-1] == run.name else f"{run.name} ({folder})"
+
+    return [label(run) for run in runs]
 
 
 def cohort(run: RunData) -> set[tuple[str, str, float, str]]:
@@ -123,12 +158,15 @@ def check_cohorts(runs: Sequence[RunData]) -> None:
 def reward_rows(groups: Sequence[Group]) -> list[dict[str, Any]]:
     """A line per run, and one per method of several runs with the mean and range of its runs."""
     rows = []
+    labels = iter(run_labels([run for group in groups for run in group.runs]))
     for group in groups:
-        lines = [_reward_row(run) for run in group.runs]
+        lines = [{"name": next(labels), **_reward_row(run)} for run in group.runs]
         if len(lines) > 1:
             columns = {key: [line[key] for line in lines if line[key] is not None] for key in NUMBERS}
             texts = {key: _mean_and_range(key, values) for key, values in columns.items()}
             rows.append({"name": group.name, "whole": True, "seed": "", "steps": "", **texts})
+        else:
+            lines[0]["name"] = group.name
         for line in lines:
             rows.append(line | {key: _number(key, line[key]) for key in NUMBERS} | {"whole": len(lines) == 1})
     return rows
@@ -145,7 +183,6 @@ def _reward_row(run: RunData) -> dict[str, Any]:
     woken, never = heat.woken(heat.steps[0], heat.steps[-1]) if heat else (None, None)
     best = max(range(len(rewards)), key=rewards.__getitem__) if rewards else None
     return {
-        "name": run.name,
         "seed": run.config.get("seed", ""),
         "steps": f"{len(run.steps)} of {run.config.get('steps', '?')}",
         "first": rewards[0] if rewards else None,
@@ -160,12 +197,12 @@ def _reward_row(run: RunData) -> dict[str, Any]:
 
 
 def _number(key: str, value: float | None) -> str:
-    return "–" if value is None else format(value, NUMBERS[key])
+    return UNSET if value is None else format(value, NUMBERS[key])
 
 
 def _mean_and_range(key: str, values: Sequence[float]) -> str:
     if not values:
-        return "–"
+        return UNSET
     mean = format(fmean(values), ".1f" if key == "woken" else NUMBERS[key])
     return f"{mean} ({_number(key, min(values))} to {_number(key, max(values))})"
 
@@ -223,5 +260,5 @@ def differences(groups: Sequence[Group]) -> list[tuple[str, list[str]]]:
     """(configuration key, its value in each method) where methods differ."""
     settings = [dict(flat(group.runs[0].config)) for group in groups]
     keys = dict.fromkeys(key for values in settings for key in values)
-    rows = [(key, [values.get(key, "–") for values in settings]) for key in keys]
+    rows = [(key, [values.get(key, UNSET) for values in settings]) for key in keys]
     return [(key, values) for key, values in rows if key.split(".")[0] not in SAME_METHOD and len(set(values)) > 1]

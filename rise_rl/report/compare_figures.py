@@ -83,5 +83,6 @@ def panel_svg(name: str, groups: Sequence[Group]) -> str | None:
         step_axis(
             axes, [step for group in groups for run in group.runs for step in (*run.steps, *run.eval_series("step")[0])]
         )
-        figure.legend(loc="outside lower left", ncols=2, handlelength=1.4, columnspacing=1.2)
+        beside = 2 if max(len(group.name) for group in groups) <= 30 else 1  # longer ones would be cut off
+        figure.legend(loc="outside lower left", ncols=beside, handlelength=1.4, columnspacing=1.2)
         return inline_svg(figure)

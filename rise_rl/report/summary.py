@@ -19,6 +19,8 @@ PHASES = {
     "checkpoint": "checkpoints",
 }
 OTHER = "other"
+UNSET = "–"
+"""How a value that is not there is written."""
 
 
 class Card(NamedTuple):
@@ -175,5 +177,5 @@ def flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
         if isinstance(value, dict) and value:
             rows += flat(value, f"{prefix}{key}.")
         else:
-            rows.append((f"{prefix}{key}", "–" if value is None else str(value)))
+            rows.append((f"{prefix}{key}", UNSET if value is None else str(value)))
     return rows

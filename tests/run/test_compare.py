@@ -6,15 +6,16 @@ import xml.etree.ElementTree as ET
 from dataclasses import replace
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from rise_rl.cli import app
 from rise_rl.report import write_comparison
-from rise_rl.report.compare import CompareError, Group, group_runs, reward_rows
+from rise_rl.report.compare import CompareError, Group, group_runs, reward_rows, run_labels
 from rise_rl.report.compare_figures import evaluated, mean_and_range
 from rise_rl.report.heatmap import heat_map
 from rise_rl.report.summary import RunData
-from rise_rl.run_folder import RunFolderError
+from rise_rl.run_folder import RunFolder, RunFolderError
 from tests.run.synthetic import CRITERIA, evaluation, make_run
 from tests.run.test_report import Page
 
@@ -68,7 +69,74 @@ def test_seeds_of_a_method_are_one_group(folders):
 )
 def test_a_method_is_called_what_its_runs_have_in_common(folders, names, shown):
     run = RunData.load(folders[0])
-    assert Group([replace(run, config={"name": name}) for name in names]).name == shown
+    assert Group([replace(run, config={"name": name, "seed": i}) for i, name in enumerate(names)]).name == shown
+
+
+def other_config(folder, **changes):
+    """A run whose file says other settings, given as section__key."""
+    config = RunFolder(folder).config()
+    for key, value in changes.items():
+        section, name = key.split("__")
+        config[section][name] = value
+    (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+
+
+def test_methods_whose_runs_are_called_alike_are_told_apart_by_what_differs(tmp_path):
+    folders = [tmp_path / f"m{i}" / "mine" for i in range(5)]
+    for folder in folders:
+        make_run(folder, steps=1)
+    other_config(folders[1], engine__lr=1e-3)
+    other_config(folders[2], engine__lr=1e-3, guidance__gamma=0.3)
+    other_config(folders[3], guidance__gamma=0.3)
+    make_run(tmp_path / "m0" / "alone", steps=1)
+    other_config(tmp_path / "m0" / "alone", guidance__gamma=0.7)
+    names = [group.name for group in group_runs(loaded([*folders, tmp_path / "m0" / "alone"]))]
+    assert names == [
+        "mine (2 runs)",  # of one seed
+        "mine, engine.lr=0.001, guidance.gamma=0.1",
+        "mine, engine.lr=0.001, guidance.gamma=0.3",
+        "mine, engine.lr=1e-06",
+        "alone",
+    ]
+    html = write_comparison(folders, tmp_path / "c.html").read_text("utf-8")
+    panel = re.search(r'aria-label="held-out reward by optimizer step">(<svg.*?</svg>)', html, re.S)
+    assert panel is not None
+    legend = [text.text for text in ET.fromstring(panel[1]).iter("{http://www.w3.org/2000/svg}text")]
+    assert all(name in legend for name in names[:4])
+
+
+def test_seeds_that_are_called_alike_in_two_methods_are_two_methods(tmp_path):
+    for method in ("a", "b"):
+        for seed in range(2):
+            make_run(tmp_path / method / f"rise-seed{seed}", steps=1, seed=seed)
+            other_config(tmp_path / method / f"rise-seed{seed}", guidance__gamma=0.1 if method == "a" else 0.2)
+    folders = [tmp_path / method / f"rise-seed{seed}" for method in ("a", "b") for seed in range(2)]
+    groups = group_runs(loaded(folders))
+    assert [g.name for g in groups] == ["rise (2 seeds), guidance.gamma=0.1", "rise (2 seeds), guidance.gamma=0.2"]
+    names = [row["name"] for row in reward_rows(groups)]
+    assert names == [
+        groups[0].name, "a/rise-seed0", "a/rise-seed1",
+        groups[1].name, "b/rise-seed0", "b/rise-seed1",
+    ]  # fmt: skip
+
+
+def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
+    folders = [tmp_path / "here" / "mine", tmp_path / "there" / "mine", tmp_path / "there" / "moved"]
+    for folder in [*folders, tmp_path / "here" / "other"]:
+        make_run(folder, steps=1)
+    config = folders[2] / "config.yaml"
+    config.write_text(config.read_text().replace("name: moved", "name: mine"))
+    names = run_labels(loaded([*folders, tmp_path / "here" / "other"]))
+    assert names == ["here/mine", "there/mine", "mine (moved)", "other"]
+
+
+def test_a_key_that_an_older_version_did_not_know_makes_no_other_method(tmp_path):
+    for name in ("new", "old"):
+        make_run(tmp_path / name, steps=1)
+    config = RunFolder(tmp_path / "old").config()
+    assert config["grpo"].pop("dual_clip") is None
+    (tmp_path / "old" / "config.yaml").write_text(yaml.safe_dump(config))
+    assert len(group_runs(loaded([tmp_path / "new", tmp_path / "old"]))) == 1
 
 
 def test_a_curve_is_the_mean_of_the_seeds_within_their_range(folders):
