@@ -102,6 +102,7 @@ class JudgeClient:
         """deadline: on the event loop's clock. row: the response that is judged; its calls may all fail for a reason
         of its own. Raises CallFailed, or JudgeUnavailable to stop the run."""
         failure: _TryFailed | None = None
+        failed_at: list[str] = []  # a retry goes elsewhere, if there is elsewhere: one dead server fails no call
         for attempt in range(self.config.max_retries + 1):
             if attempt:
                 delay = self._jitter(attempt)
@@ -109,13 +110,14 @@ class JudgeClient:
                     break
                 await asyncio.sleep(delay)
             async with self._slots:
-                server = self._pick()
+                server = self._pick(failed_at)
                 try:
                     await self._wait_for(server, deadline)
                     self.stats.retries += attempt > 0
                     answer = await self._send(server, messages, schema, deadline, vote)
                 except _TryFailed as error:
                     self._note_failure(server, error)
+                    failed_at.append(server.url)
                     failure = error if error.tried or failure is None else failure
                     if not error.again:
                         break
@@ -131,11 +133,18 @@ class JudgeClient:
         for server in self._servers:
             await server.client.close()
 
-    def _pick(self) -> _Server:
+    def _pick(self, failed_at: Sequence[str]) -> _Server:
+        """failed_at: the servers of this call's earlier tries."""
         now = self._clock()
         server = min(
             self._servers,
-            key=lambda s: (max(s.paused_until - now, 0.0), s.shunned_until > now, s.in_flight, s.calls),
+            key=lambda s: (
+                max(s.paused_until - now, 0.0),
+                failed_at.count(s.url),
+                s.shunned_until > now,
+                s.in_flight,
+                s.calls,
+            ),
         )
         if server.failures:  # this call is the probe; the others keep away until it is answered
             server.shunned_until = now + self.config.backoff_max_s

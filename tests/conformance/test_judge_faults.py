@@ -364,6 +364,17 @@ def test_structured_on_never_falls_back():
         assert grader.stats.unknown == {"rejected": 6}
 
 
+def test_a_retry_goes_to_another_server():
+    """Whatever the load and the clock say, one dead server of two costs a call one try and no verdict."""
+    with nobody() as port, FakeJudge() as alive:
+        urls = (f"http://127.0.0.1:{port}/v1", alive.url)
+        config = JudgeConfig(base_urls=urls, **{**QUICK, "backoff_max_s": 1e-9, "max_retries": 1})  # not shunned
+        with LlmGrader(config) as grader:
+            assert grader.grade([ITEM] * 5) == [RIGHT] * 5
+            assert (grader.stats.answered, grader.stats.failed_calls) == (30, {})
+            assert grader.stats.retries > 0
+
+
 def test_a_server_that_fails_does_not_draw_the_calls_of_one_that_works():
     with nobody() as port, FakeJudge(lambda r: Reply(honest(r).text, delay=0.01)) as alive:
         urls = (f"http://127.0.0.1:{port}/v1", alive.url)
