@@ -191,8 +191,8 @@ class RolloutConfig(Section):
     parity_tolerance: float | None = Field(
         None,
         gt=0,
-        description="Largest log-prob difference in nats allowed between rollout engine and trainer. null: 1e-3 in "
-        "float32, 0.3 in bfloat16, whose logits are rounded to about 1 part in 256.",
+        description="Log-prob difference in nats allowed between rollout engine and trainer, on average over the "
+        "probe's tokens; ten times that for a single token. null: 1e-4 in float32, 0.05 in bfloat16.",
     )
 
     @model_validator(mode="after")

@@ -128,15 +128,15 @@ def run_training(config: Config, *, resume: bool = False, console: Console | Non
 
         choice = ranks.each(choose, config, policy)
         checkpoints = CheckpointStore(run.checkpoints, keep=config.checkpoint.keep)
+        done = 0
         if resume:
             done = go_back(run, checkpoints, policy, console, config.grpo.updates_per_step, ranks)
-        else:
-            done = 0
-            ranks.once(run.begin)
         console.print(str(choice), highlight=False)
-        ranks.once(run.note, rollouts={"engine": choice.engine, "reason": choice.reason})
         with blaming("rollout"):
             rollouts = make_rollouts(choice, config, policy)
+        if not resume:
+            ranks.once(run.begin)
+        ranks.once(run.note, rollouts={"engine": choice.engine, "reason": choice.reason})
         ranks.once(enter, stack, run)
         progress = stack.enter_context(Progress(config.steps, done, console))
         stopped = stack.enter_context(stop_signals(console))

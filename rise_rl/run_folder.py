@@ -49,7 +49,7 @@ class RunFolder:
         self._trackers: list[Tracker] = []
         self._last_step: dict[str, int] = {}
         self._resumed_after: int | None = None
-        self._sent_until = -1
+        self._sent_until = self._evaluated_until = -1
 
     # --- opening ---------------------------------------------------------------------------------------------------
 
@@ -152,12 +152,14 @@ class RunFolder:
             "time": now(),
             "after_step": step,
             "logged_until": last,
+            "evaluated_until": max((row["step"] for row in self.evals()), default=-1),
             "code": code_revision(),
             "versions": versions(),
         }
         manifest["resumes"].append(entry | {"config_changes": changed})
         self._resumed_after = step
         self._sent_until = max(r["logged_until"] for r in manifest["resumes"]) or -1
+        self._evaluated_until = max(r.get("evaluated_until", r["logged_until"]) for r in manifest["resumes"])
         self._write_manifest(manifest)
         write_aside(self.path / "config.yaml", dump_config(config))
 
@@ -172,6 +174,7 @@ class RunFolder:
             config=self.config(),
             resumed_after=self._resumed_after,
             sent_until=self._sent_until,
+            evaluated_until=self._evaluated_until,
         )
         return self
 

@@ -48,8 +48,14 @@ class Wandb:
             project=project, name=name, id=run_id, dir=str(folder), config=dict(config), resume="allow"
         )
 
+        self.run.define_metric("eval/*", step_metric="eval/step")
+
     def log(self, values: Mapping[str, float], step: int) -> None:
-        self.run.log(dict(values), step=step)
+        """wandb takes no row of an earlier step, so an evaluation that was made up for joins the row it is at; its
+        curves are drawn over its own step.
+        """
+        own = {"eval/step": step} if is_evaluation(values) else {}
+        self.run.log({**values, **own}, step=max(step, self.run.step) if own else step)
 
     def close(self) -> None:
         self.run.finish()
@@ -71,19 +77,24 @@ class Trackio:
 
 
 class Unrepeated:
-    """For a tracker that cannot take steps back: steps it was sent before a kill, which a resumed run computes again
-    with the same numbers, are not sent twice.
+    """For a tracker that cannot take steps back: what it was sent before a kill, and a resumed run computes again with
+    the same numbers, is not sent twice. Steps and evaluations count each for themselves, because an evaluation that
+    failed is made up for after its step has been sent.
     """
 
-    def __init__(self, tracker: Tracker, sent_until: int) -> None:
-        self.tracker, self.sent_until = tracker, sent_until
+    def __init__(self, tracker: Tracker, sent_until: int, evaluated_until: int) -> None:
+        self.tracker, self.sent_until, self.evaluated_until = tracker, sent_until, evaluated_until
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        if step > self.sent_until:
+        if step > (self.evaluated_until if is_evaluation(values) else self.sent_until):
             self.tracker.log(values, step)
 
     def close(self) -> None:
         self.tracker.close()
+
+
+def is_evaluation(values: Mapping[str, float]) -> bool:
+    return any(name.startswith("eval/") for name in values)
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -102,18 +113,19 @@ def open_trackers(
     config: Mapping[str, Any],
     resumed_after: int | None = None,
     sent_until: int = -1,
+    evaluated_until: int = -1,
 ) -> list[Tracker]:
     """TensorBoard and the others in `names`. resumed_after: step of the checkpoint a run goes on from, None for a new
-    run; sent_until: last step that was logged before it.
+    run; sent_until, evaluated_until: last step and last evaluation that were logged before it.
     """
     check_trackers(names)
     trackers: list[Tracker] = [
         TensorBoard(folder / "tensorboard", None if resumed_after is None else first_step_again(resumed_after))
     ]
     if "wandb" in names:
-        trackers.append(Unrepeated(Wandb(folder, name, run_id, config), sent_until))
+        trackers.append(Unrepeated(Wandb(folder, name, run_id, config), sent_until, evaluated_until))
     if "trackio" in names:
-        trackers.append(Unrepeated(Trackio(run_id, config), sent_until))
+        trackers.append(Unrepeated(Trackio(run_id, config), sent_until, evaluated_until))
     return trackers
 
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
@@ -69,8 +69,19 @@ def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 def _cannot_load(what: str, source: str | Path, error: Exception) -> OSError:
     if Path(source).exists():
-        return OSError(f"{what}: {source} is not a complete transformers folder: {_first_line(error)}")
+        where = next((f"{path.name} cannot be read: " for path in _damaged(Path(source))), "")
+        return OSError(f"{what}: {source} is not a complete transformers folder: {where}{_first_line(error)}")
     return OSError(f"{what}: {source} is neither a local folder nor a hub id that can be reached: {_first_line(error)}")
+
+
+def _damaged(folder: Path) -> Iterator[Path]:
+    """Weights that are cut or no safetensors at all; the error that transformers passes on does not say which."""
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except (OSError, SafetensorError):
+            yield path
 
 
 def _first_line(error: Exception) -> str:

@@ -231,7 +231,10 @@ def write_model(policy: PolicyEngine, folder: Path) -> None:
 
 def _write_model(policy: PolicyEngine, folder: Path) -> None:
     with quiet():
-        weights = dict(merged(policy.model, policy.model.state_dict().items()))
+        ours = policy.model.state_dict()
+        places = {tensor.data_ptr() for tensor in ours.values()}
+        # What is merged goes to host memory as it is made: together it would be a second copy on the GPU.
+        weights = {n: t if t.data_ptr() in places else t.cpu() for n, t in merged(policy.model, ours.items())}
         policy.model.save_pretrained(folder, state_dict=weights)
     policy.tokenizer.save_pretrained(folder)
 

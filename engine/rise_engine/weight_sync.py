@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from .errors import EngineError
 from .weights_stream import named_weights
 
 if TYPE_CHECKING:
@@ -32,7 +34,8 @@ class WeightSync:
     """Moves weights, and on a GPU decides who holds its memory: vLLM from a sync to `release`, the optimizer otherwise.
 
     version: the optimizer step whose weights vLLM holds; None while it holds none, which is so until the first sync,
-    after `release` on a GPU, and after a sync that failed.
+    after `release` on a GPU, and after a sync that failed. It goes to vLLM's worker with the weights and is what the
+    worker answers once it has read them all: no other way leads to a stamp.
     """
 
     def __init__(self, llm: LLM, policy: PolicyEngine | FrozenPolicy, *, sleep_level: int) -> None:
@@ -42,8 +45,12 @@ class WeightSync:
         self.version: int | None = None
 
     def sync(self, version: int) -> SyncReport:
-        """Collective. Raises RuntimeError while answers are being sampled: they would be of two policies."""
+        """Collective. Raises RuntimeError while answers are being sampled (they would be of two policies) and for a
+        version that is not the policy's step, EngineError if vLLM did not take every weight.
+        """
         started = time.perf_counter()
+        if version != self.policy.step:
+            raise RuntimeError(f"weight sync: asked to stamp step {version}, but the policy is at {self.policy.step}")
         if waiting := self.llm.llm_engine.get_num_unfinished_requests():
             raise RuntimeError(f"weight sync: {waiting} answers are still being sampled; finish or drop them first")
         self.version = None
@@ -53,12 +60,16 @@ class WeightSync:
         if self.asleep:
             self.llm.wake_up(tags=["weights"])
         sent = _Counted(named_weights(self.policy))
-        self.llm.collective_rpc(load_weights, args=(sent,))
+        [loaded] = self.llm.collective_rpc(load_weights, args=(sent, version))
+        if not sent.whole:
+            raise EngineError(f"weight sync: vLLM stopped reading after {sent.bytes} bytes of weights")
         if self.asleep:
             self.llm.wake_up(tags=["kv_cache"])
-            self.asleep = False
+            self.asleep = self.llm.llm_engine.is_sleeping()  # vLLM only warns about a part that does not wake
+            if self.asleep:
+                raise EngineError("weight sync: vLLM is still asleep after weights and cache were woken")
         self.reset_cache()
-        self.version = version
+        self.version = loaded
         return SyncReport(time.perf_counter() - started, sent.bytes)
 
     def reset_cache(self) -> None:
@@ -77,27 +88,57 @@ class WeightSync:
 
 
 class _Counted:
-    """The stream of weights, and how many bytes went through it."""
+    """The stream of weights, how many bytes went through it, and whether it was read to its end."""
 
     def __init__(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         self.weights = weights
         self.bytes = 0
+        self.whole = False
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self.weights:
             self.bytes += tensor.numel() * tensor.element_size()
             yield name, tensor
+        self.whole = True
 
 
 # --- in vLLM's worker ------------------------------------------------------------------------------------------------
 
 
-def load_weights(worker: Any, weights: Iterator[tuple[str, Tensor]]) -> None:
-    """Into the very tensors that the model (and its CUDA graphs) use, layer by layer."""
-    worker.reload_weights(weights_iterator=weights)
+def load_weights(worker: Any, weights: Iterator[tuple[str, Tensor]], version: int) -> int:
+    """Into the very tensors that the model (and its CUDA graphs) use, layer by layer. Returns `version` when all of
+    them are renewed; EngineError names those that are not, about which vLLM only warns.
+    """
+    model = worker.model_runner.get_model()
+    missing = {name for name, _ in model.named_parameters()}
+    with watched_loading(model, missing):
+        worker.reload_weights(weights_iterator=weights)
+    if missing:
+        raise EngineError(
+            f"weight sync: {len(missing)} of vLLM's weights are not among the trainer's and keep old values: "
+            f"{', '.join(sorted(missing)[:4])}{', ...' if len(missing) > 4 else ''}"
+        )
     refresh_tied_head(worker)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+    return version
+
+
+@contextmanager
+def watched_loading(model: Any, missing: set[str]) -> Iterator[None]:
+    """What the model's loader says it has loaded leaves `missing`; all of it for a loader that does not say."""
+    load = model.load_weights
+
+    def watched(weights: Iterator[tuple[str, Tensor]]) -> set[str] | None:
+        names = load(weights)
+        missing.difference_update(list(missing) if names is None else names)
+        return names
+
+    model.load_weights = watched
+    try:
+        yield
+    finally:
+        del model.load_weights
 
 
 def refresh_tied_head(worker: Any) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import weakref
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from rise_engine import state
 from rise_engine.config import EngineConfig
 from rise_engine.lora import merged
 from rise_engine.policy import PolicyEngine
@@ -187,3 +190,40 @@ def test_named_layers_alone_are_adapted(tiny_folder):
     adapted = {name.split(".lora_")[0].split(".")[-1] for name, p in policy.model.named_parameters() if p.requires_grad}
     assert adapted == {"q_proj", "v_proj"}
     assert json.loads(policy.config.model_dump_json())["lora"]["target_modules"] == ["q_proj", "v_proj"]
+
+
+def test_an_export_holds_one_merged_weight_at_a_time_outside_host_memory(tiny_folder, tmp_path, monkeypatch):
+    """Merged on the GPU, all of them together would be a second copy of the model there."""
+    policy = trained(engine(tiny_folder("qwen3-tied")))
+    seen: list[weakref.ref] = []
+    alive: list[int] = []
+
+    class OnGpu:
+        """A tensor that is not where the model's are until it is fetched."""
+
+        def __init__(self, tensor):
+            self.tensor = tensor
+            seen.append(weakref.ref(self))
+
+        def data_ptr(self):
+            return -1
+
+        def cpu(self):
+            return self.tensor
+
+    def watched(model, weights):
+        for name, tensor in merged(model, weights):
+            alive.append(sum(ref() is not None for ref in seen))
+            if "proj" in name:
+                yield name, OnGpu(tensor)
+            else:
+                yield name, tensor
+
+    policy.export(tmp_path / "expected")
+    monkeypatch.setattr(state, "merged", watched)
+    policy.export(tmp_path / "out")
+    assert len(seen) == 2 * 7
+    assert max(alive) == 1
+    saved = [load_file(tmp_path / name / "model.safetensors") for name in ("out", "expected")]
+    assert saved[0].keys() == saved[1].keys()
+    assert all(torch.equal(saved[0][key], saved[1][key]) for key in saved[0])

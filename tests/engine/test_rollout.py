@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import cycle
+
 import pytest
 import torch
 from transformers.cache_utils import DynamicCache
 
 from rise_engine.config import EngineConfig
-from rise_engine.parity import ParityError, parity_probe
+from rise_engine.parity import LARGEST, TOLERANCE, ParityError, parity_probe
 from rise_engine.policy import PolicyEngine
 from rise_engine.rollout.base import RolloutRequest, Sampling
 from rise_engine.rollout.kv_cache import DecodeCache
@@ -197,12 +201,56 @@ def test_parity_fails_for_an_engine_with_other_weights(tiny_folder):
     stale.policy.step = 1  # claims to be up to date
     stale.sync(1)
     with pytest.raises(ParityError, match="weight sync that did not reach every tensor"):
-        parity_probe(stale, policy, tolerance=1e-3)
+        parity_probe(stale, policy)
 
 
-def test_parity_in_bfloat16_has_a_tolerance_of_its_own(tiny_folder):
+@pytest.fixture
+def bfloat16(tiny_folder) -> TransformersRollout:
     policy = PolicyEngine(tiny_folder("qwen3-tied"), EngineConfig(dtype="bfloat16", zero_stage=2))
     rollouts = TransformersRollout(policy)
     rollouts.sync(0)
-    gap = parity_probe(rollouts, policy)
-    assert 1e-3 < gap < 0.3  # the float32 tolerance would stop every run here
+    return rollouts
+
+
+def test_parity_in_bfloat16_passes_over_rounding(bfloat16):
+    """The engine makes logits of its own, rounded to bfloat16; the trainer's come out of its head in float32."""
+    gap = parity_probe(bfloat16, bfloat16.policy)
+    assert TOLERANCE[torch.float32] * LARGEST < gap  # the float32 tolerance would stop every run here
+    assert gap < TOLERANCE[torch.bfloat16] * LARGEST
+
+
+@pytest.mark.parametrize(
+    "errors, allowed",
+    [
+        ([0.0] * 31 + [9.0], True),  # one token, far down the tail
+        ([0.0] * 31 + [11.0], False),
+        ([0.9, -0.9], True),
+        ([1.1, -1.1], False),  # every token, as stale or missing weights do; far below what one token may differ by
+    ],
+)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_parity_bounds_the_average_and_the_largest_difference(tiny_folder, monkeypatch, dtype, errors, allowed):
+    """errors: what the log-probs of an engine are off by, token by token over and over, in units of the tolerance."""
+    rollouts = make(tiny_folder("qwen3-tied"))
+    rollouts.policy.stop_ids = (10**6,)  # so that there are 32 tokens
+    generate, unit = rollouts.generate, TOLERANCE[dtype]
+
+    def off(*arguments):
+        answers, error = generate(*arguments), cycle(errors)
+        return [replace(r, logprobs=tuple(p + unit * next(error) for p in r.logprobs)) for r in answers]
+
+    monkeypatch.setattr(rollouts, "generate", off)
+    with nullcontext() if allowed else pytest.raises(ParityError, match="nats on average and up to"):
+        parity_probe(rollouts, rollouts.policy, tolerance=unit)
+
+
+def test_no_log_prob_tells_one_small_update_so_the_stamp_does(bfloat16, tiny_folder):
+    """Weights of the step before, at the paper's learning rate, are within rounding; their version is not."""
+    config = EngineConfig(dtype="bfloat16", zero_stage=2, lr=1e-6, warmup_steps=0)
+    policy = PolicyEngine(tiny_folder("qwen3-tied"), config)
+    policy.train_step(a_step(), temperature=1.0)
+    with pytest.raises(ParityError, match="answers with weights of step 0, the policy is at 1"):
+        parity_probe(bfloat16, policy)
+    bfloat16.policy.step = 1  # a stamp that lies
+    bfloat16.sync(1)
+    assert parity_probe(bfloat16, policy) < TOLERANCE[torch.bfloat16] * LARGEST

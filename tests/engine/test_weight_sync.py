@@ -11,6 +11,7 @@ import torch
 
 from rise_engine import weight_sync, weights_stream
 from rise_engine.config import EngineConfig
+from rise_engine.errors import EngineError
 from rise_engine.policy import PolicyEngine
 from rise_engine.weight_sync import WeightSync
 from tests.engine.helpers import a_step
@@ -21,18 +22,24 @@ class Recorder:
     """Stands for vLLM's LLM and writes down what it is told."""
 
     def __init__(self, calls: list[str]) -> None:
-        self.calls, self.waiting = calls, 0
-        self.llm_engine = SimpleNamespace(get_num_unfinished_requests=lambda: self.waiting)
+        self.calls, self.waiting, self.sleeping = calls, 0, set()
+        self.llm_engine = SimpleNamespace(
+            get_num_unfinished_requests=lambda: self.waiting, is_sleeping=lambda: bool(self.sleeping)
+        )
 
     def wake_up(self, tags):
         self.calls.append(f"wake {tags[0]}")
+        self.sleeping -= set(tags)
 
     def sleep(self, level):
         self.calls.append(f"sleep {level}")
+        self.sleeping = {"weights", "kv_cache"}
 
     def collective_rpc(self, function, args):
         assert function is weight_sync.load_weights
-        self.calls.append(f"load {sum(1 for _ in args[0])}")
+        weights, version = args
+        self.calls.append(f"load {sum(1 for _ in weights)}")
+        return [version]
 
     def reset_prefix_cache(self):
         self.calls.append("reset cache")
@@ -46,7 +53,7 @@ def on_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty cache"))
     monkeypatch.setattr(weight_sync, "offload_optimizer", lambda _: calls.append("offload optimizer"))
     monkeypatch.setattr(weight_sync, "reload_optimizer", lambda _: calls.append("reload optimizer"))
-    return SimpleNamespace(device=torch.device("cuda"), model=torch.nn.Linear(3, 2)), calls
+    return SimpleNamespace(device=torch.device("cuda"), model=torch.nn.Linear(3, 2), step=0), calls
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -64,6 +71,7 @@ def test_vllm_has_the_gpu_between_a_sync_and_a_release_and_the_optimizer_otherwi
     weights.release()  # a second update without a rollout between
     assert calls == ["reload optimizer"]
     calls.clear()
+    policy.step = 1
     weights.sync(1)
     assert calls == ["offload optimizer", "empty cache", "wake weights", "load 2", "wake kv_cache", "reset cache"]
     assert (weights.version, weights.asleep) == (1, False)
@@ -75,6 +83,7 @@ def test_level_0_and_a_cpu_leave_memory_alone(on_gpu):
         policy.device = torch.device(device)
         weights = WeightSync(Recorder(calls), policy, sleep_level=level)
         calls.clear()
+        policy.step = 3
         weights.sync(3)
         weights.release()
         assert calls == ["load 2", "reset cache"]
@@ -88,6 +97,7 @@ def test_a_sync_with_answers_under_way_changes_nothing(on_gpu):
     weights.sync(0)
     llm.waiting = 5
     calls.clear()
+    policy.step = 1
     with pytest.raises(RuntimeError, match="5 answers are still being sampled"):
         weights.sync(1)
     assert (calls, weights.version) == ([], 0)
@@ -101,6 +111,65 @@ def test_a_cache_that_cannot_be_reset_is_an_error_and_the_weights_are_not_used(o
     with pytest.raises(RuntimeError, match="did not reset its prefix cache"):
         weights.sync(0)
     assert weights.version is None
+
+
+def test_a_stamp_of_another_step_than_the_policys_is_refused(on_gpu):
+    """Weights of step 0 stamped 1 would pass for new ones after the next update."""
+    policy, calls = on_gpu
+    weights = WeightSync(Recorder(calls), policy, sleep_level=0)
+    with pytest.raises(RuntimeError, match="asked to stamp step 1, but the policy is at 0"):
+        weights.sync(1)
+    assert (calls, weights.version) == ([], None)
+
+
+def test_a_vllm_that_stays_asleep_is_an_error_and_the_next_sync_wakes_it_again(on_gpu):
+    policy, calls = on_gpu
+    llm = Recorder(calls)
+    weights = WeightSync(llm, policy, sleep_level=2)
+    weights.release()
+    wake, llm.wake_up = llm.wake_up, lambda tags: None  # vLLM warns, and no more, about a tag that it does not wake
+    with pytest.raises(EngineError, match="still asleep after weights and cache were woken"):
+        weights.sync(0)
+    assert (weights.version, weights.asleep) == (None, True)
+    llm.wake_up = wake
+    weights.sync(0)
+    assert (weights.version, weights.asleep) == (0, False)
+
+
+class Model(torch.nn.Linear):
+    """A model of vLLM's: its loader says what it has loaded."""
+
+    def load_weights(self, weights):
+        return {name for name, _ in weights}
+
+
+def test_a_worker_that_does_not_take_every_weight_gives_no_stamp(on_gpu):
+    """However little that changes: no log-prob can tell one update at a rate of 1e-6."""
+    policy, calls = on_gpu
+    llm, model = Recorder(calls), Model(3, 2)
+    weights = WeightSync(llm, policy, sleep_level=0)
+
+    def sync(reload):
+        worker = SimpleNamespace(
+            model_runner=SimpleNamespace(get_model=lambda: model),
+            reload_weights=lambda weights_iterator: reload(weights_iterator),
+        )
+        llm.collective_rpc = lambda function, args: [function(worker, *args)]
+        weights.sync(0)
+
+    for complaint, reload in {
+        "1 of vLLM's weights .* keep old values: bias": lambda sent: model.load_weights(
+            x for x in sent if x[0] != "bias"
+        ),
+        "2 of vLLM's weights .* keep old values: bias, weight": lambda sent: sum(1 for _ in sent),
+        "stopped reading after 24 bytes": lambda sent: model.load_weights([next(iter(sent)), ("bias", None)]),
+    }.items():
+        with pytest.raises(EngineError, match=complaint):
+            sync(reload)
+        assert weights.version is None
+    sync(lambda sent: model.load_weights(sent))
+    assert weights.version == 0
+    assert "load_weights" not in vars(model)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

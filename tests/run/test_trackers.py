@@ -8,7 +8,7 @@ import pytest
 from rise_rl.config import Config
 from rise_rl.errors import RiseError
 from rise_rl.run_folder import RunFolder
-from rise_rl.trackers import Unrepeated, numbers
+from rise_rl.trackers import Unrepeated, Wandb, numbers
 
 
 def config(*trackers: str) -> Config:
@@ -68,23 +68,47 @@ def test_a_tracker_that_is_not_installed_is_an_error_before_anything_is_made(tmp
     assert not (tmp_path / "run").exists()
 
 
+class Recorder:
+    def __init__(self):
+        self.sent = []
+
+    def log(self, values, step):
+        self.sent.append((next(iter(values)), step))
+
+    def close(self):
+        self.sent.append("closed")
+
+
 def test_steps_sent_before_a_kill_are_not_sent_twice():
-    class Recorder:
-        def __init__(self):
-            self.steps = []
-
-        def log(self, values, step):
-            self.steps.append(step)
-
-        def close(self):
-            self.steps.append("closed")
-
     recorder = Recorder()
-    tracker = Unrepeated(recorder, sent_until=4)
+    tracker = Unrepeated(recorder, sent_until=4, evaluated_until=3)
     for step in range(2, 7):
         tracker.log({"x": 1.0}, step)
+        tracker.log({"eval/x": 1.0}, step)
     tracker.close()
-    assert recorder.steps == [5, 6, "closed"]
+    assert recorder.sent == [("eval/x", 4), ("x", 5), ("eval/x", 5), ("x", 6), ("eval/x", 6), "closed"]
+
+
+def test_an_evaluation_that_failed_after_its_step_was_sent_is_sent_when_it_is_made_up_for(tmp_path, monkeypatch):
+    """The step is whole, so it is logged and saved, and --resume begins with the evaluation alone."""
+    recorder = Recorder()
+    monkeypatch.setattr("rise_rl.trackers.Trackio", lambda *_: recorder)
+    monkeypatch.setattr("rise_rl.trackers.check_trackers", lambda _: None)
+    monkeypatch.setattr("rise_rl.run_folder.check_trackers", lambda _: None)
+    with RunFolder.create(tmp_path / "run", config("trackio")) as run:
+        run.log_eval({"step": 0, "reward/mean": 0.0})
+        run.log_metrics({"step": 1, "entropy": 0.1})
+    for _ in range(2):  # the second time, the evaluation is the same one again
+        run = RunFolder.resume(tmp_path / "run", config("trackio"))
+        run.truncate_after(1)
+        with run:
+            if not any(record["step"] == 1 for record in run.evals()):
+                run.log_eval({"step": 1, "reward/mean": 0.5})
+    assert [x for x in recorder.sent if x != "closed"] == [
+        ("eval/reward/mean", 0),
+        ("entropy", 1),
+        ("eval/reward/mean", 1),
+    ]
 
 
 def test_only_numbers_make_curves():
@@ -118,3 +142,24 @@ def test_wandb_runs_offline_under_one_id(tmp_path, monkeypatch):
     assert len(folders) == 2
     assert len({name.split("-", 3)[-1] for name in folders}) == 1
     assert json.loads((tmp_path / "run" / "manifest.json").read_text())["resumes"]
+
+
+@pytest.mark.slow
+def test_wandb_takes_an_evaluation_of_an_earlier_step(tmp_path, monkeypatch):
+    """wandb drops rows of a step that it has left, so this one joins the row it is at, over a step of its own."""
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    tracker = Wandb(tmp_path, "run", "run-1", {})
+    sent = []
+    log = tracker.run.log
+    monkeypatch.setattr(tracker.run, "log", lambda values, step: (sent.append((values, step)), log(values, step=step)))
+    tracker.log({"eval/x": 0.0}, 0)
+    tracker.log({"x": 1.0}, 1)
+    tracker.log({"x": 2.0}, 2)
+    tracker.log({"eval/x": 0.5}, 1)
+    tracker.log({"x": 3.0}, 3)
+    tracker.close()
+    assert wandb.run is None
+    assert sent[0] == ({"eval/x": 0.0, "eval/step": 0}, 0)
+    assert sent[3] == ({"eval/x": 0.5, "eval/step": 1}, 2)
+    assert [step for _, step in sent] == sorted(step for _, step in sent)

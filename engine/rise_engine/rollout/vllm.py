@@ -166,9 +166,14 @@ class VllmStream:
         return [(ticket, rollout) for output in outputs for ticket, rollout in [self._finished(output)]]
 
     def drop(self) -> None:
+        """Nothing is under way afterwards."""
         if self.running:
             self.engine.abort_request(list(self.running))
             self.running.clear()
+        # On a GPU vLLM begins a step before it knows that the one before it was the last, and would leave it queued.
+        while self.rollouts.weights.version is not None and self.engine.engine_core.engine_core.batch_queue:
+            with self._failures():
+                self.engine.step()
 
     def _finished(self, output: Any) -> tuple[int, Rollout]:
         ticket, request = self.running.pop(output.request_id)
