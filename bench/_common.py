@@ -76,13 +76,16 @@ def peak_bytes(step: Callable[[], Any], device: str) -> int:
 
 
 def launches(step: Callable[[], Any]) -> int:
-    """Kernels that one step starts on the GPU."""
+    """Kernels that one step starts on the GPU; copies, fills and the ranges that compiled code marks are none."""
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         step()
         torch.cuda.synchronize()
     cuda = torch.autograd.DeviceType.CUDA
-    return sum(e.device_type() == cuda for e in profiler.profiler.kineto_results.events())
+    return sum(
+        e.device_type() == cuda and not e.is_user_annotation() and not e.name().startswith(("Memcpy", "Memset"))
+        for e in profiler.profiler.kineto_results.events()
+    )
 
 
 def resident_peak_bytes(step: Callable[[], Any]) -> int | None:

@@ -7,7 +7,12 @@ log-prob or a loss per token get the policy loss around them in torch; those tha
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
 
 import torch
 from providers import Absent, Problem, Provider, Step
@@ -95,18 +100,15 @@ def liger_scaled_cross_entropy(problem: Problem) -> Step:
     return around(problem, logprob)
 
 
-def cut_cross_entropy(filter_eps: str | None) -> Callable[[Problem], Step]:
-    """filter_eps None: exact gradients; "high" is its default and skips small ones."""
+def cut_cross_entropy(**keywords: None) -> Callable[[Problem], Step]:
+    """As it comes it skips small entries of the gradient; filter_eps=None: exact gradients."""
 
     def build(problem: Problem) -> Step:
         try:
             from cut_cross_entropy import linear_cross_entropy
         except ImportError as error:
             raise Absent(f"cut-cross-entropy is not installed ({error})") from error
-        return around(
-            problem,
-            lambda h, w: -linear_cross_entropy(h, w, problem.target, reduction="none", filter_eps=filter_eps),
-        )
+        return around(problem, lambda h, w: -linear_cross_entropy(h, w, problem.target, reduction="none", **keywords))
 
     return build
 
@@ -122,12 +124,22 @@ def quack(problem: Problem) -> Step:
 
 
 def verl_kernel(problem: Problem) -> Step:
-    """verl's fused kernel, as its actor calls it: log-prob and entropy."""
-    try:
-        from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
-    except ImportError as error:
-        raise Absent(f"verl is not installed ({error})") from error
+    """verl's fused kernel, as its models call it: log-prob and entropy."""
+    linear_cross_entropy = _verl("utils.kernel.linear_cross_entropy").linear_cross_entropy
     return around(problem, lambda h, w: linear_cross_entropy(h, w, problem.target.clamp(min=0), 1.0, "none")[0])
+
+
+def _verl(module: str) -> ModuleType:
+    """A module of verl where verl itself may not be importable: its __init__ files want ray and a dozen more, its
+    kernel torch and triton only. So the packages on the way stand there as bare folders."""
+    if "verl" not in sys.modules:
+        spec = find_spec("verl")
+        if spec is None or not spec.submodule_search_locations:
+            raise Absent("verl is not installed")
+        for name in ("verl", "verl.utils"):
+            package = sys.modules[name] = ModuleType(name)
+            package.__path__ = [str(Path(where, *name.split(".")[1:])) for where in spec.submodule_search_locations]
+    return import_module(f"verl.{module}")
 
 
 GPU_PROVIDERS = (
@@ -135,8 +147,8 @@ GPU_PROVIDERS = (
     Provider("torch linear_cross_entropy", torch_linear_cross_entropy, 6, CUDA),
     Provider("liger fused linear ce", liger_cross_entropy, 6, CUDA),
     Provider("liger sm90 scaled ce", liger_scaled_cross_entropy, 8, CUDA),
-    Provider("cut-cross-entropy", cut_cross_entropy("high"), 8, CUDA),
-    Provider("cut-cross-entropy exact", cut_cross_entropy(None), 8, CUDA),
+    Provider("cut-cross-entropy", cut_cross_entropy(), 8, CUDA),
+    Provider("cut-cross-entropy exact", cut_cross_entropy(filter_eps=None), 8, CUDA),
     Provider("quack chunked ce", quack, 6, CUDA),
     Provider("verl fused", verl_kernel, 8, CUDA),
 )

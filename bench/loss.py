@@ -96,16 +96,17 @@ def measure(problem: Problem, device: str, rounds: int, warmup: int) -> dict[str
         if device not in provider.devices:
             results[provider.name] = {"absent": f"runs on {' and '.join(provider.devices)} only"}
             continue
+        print(f"  checking {provider.name}", flush=True)
         try:
             step = provider.build(problem)
+            found_loss, found_dh, found_dw = step()
+            _common.synchronize(device)
         except Absent as reason:
             results[provider.name] = {"absent": str(reason)}
             continue
-        print(f"  checking {provider.name}", flush=True)
-        try:
-            found_loss, found_dh, found_dw = step()
         except Exception as error:  # a peer that does not run here is part of the result
-            results[provider.name] = {"absent": f"fails here: {type(error).__name__}: {str(error).splitlines()[0]}"}
+            first_line = next(iter(str(error).splitlines()), "")  # an assert may say nothing
+            results[provider.name] = {"absent": f"fails here: {type(error).__name__}: {first_line}"}
             continue
         row: dict[str, Any] = {"products": provider.products}
         if found_loss is not None and not provider.own_loss:
@@ -218,7 +219,7 @@ def plot(results: dict[str, dict[str, Any]], title: str, path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--n", type=int, default=4096, help="tokens")
+    parser.add_argument("--n", type=int, nargs="+", default=[4096], help="tokens; several: one after the other")
     parser.add_argument("--d", type=int, default=576, help="hidden size")
     parser.add_argument("--v", type=int, default=49152, help="vocabulary")
     parser.add_argument("--sequences", type=int, default=8, help="sequences that the tokens belong to")
@@ -227,41 +228,50 @@ def main() -> None:
     parser.add_argument("--peaked", action="store_true", help="probabilities of a trained model on its own samples")
     parser.add_argument("--ragged", action="store_true", help="unequal sequences, about 30 %% of the rows ignored")
     parser.add_argument("--forward", action="store_true", help="the forward pass only")
-    parser.add_argument("--name", default="loss", help="name of the result files")
+    parser.add_argument(
+        "--name", default="loss", help="name of the result files; with several --n, of each name-n<tokens>"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's own)")
     parser.add_argument("--out", type=Path, help="folder for the JSON and the plot (default: bench/results/<device>)")
     args = parser.parse_args()
-    if args.n % args.sequences and not args.ragged:
-        parser.error(f"--n {args.n}: expected a multiple of --sequences ({args.sequences})")
+    for n in args.n:
+        if n % args.sequences and not args.ragged:
+            parser.error(f"--n {n}: expected a multiple of --sequences ({args.sequences})")
     if args.threads:
         torch.set_num_threads(args.threads)
+    for n in args.n:
+        run(args, n, args.name if len(args.n) == 1 else f"{args.name}-n{n}")
+
+
+def run(args: argparse.Namespace, n: int, name: str) -> None:
+    """One problem of n tokens: the table, the JSON and the plot."""
     problem = Problem.random(
-        args.n, args.d, args.v, sequences=args.sequences, loss=args.loss, dtype=getattr(torch, args.dtype),
+        n, args.d, args.v, sequences=args.sequences, loss=args.loss, dtype=getattr(torch, args.dtype),
         device=args.device, peaked=args.peaked, ragged=args.ragged,
     )  # fmt: skip
     problem.forward_only = args.forward
     where = _common.environment(args.device)
     kind = f"{args.loss} loss{' forward' * args.forward}{', peaked' * args.peaked}{', ragged' * args.ragged}"
-    title = f"{kind}, N={args.n} D={args.d} V={args.v} {args.dtype}, {where['device']}"
+    title = f"{kind}, N={n} D={args.d} V={args.v} {args.dtype}, {where['device']}"
     print(f"{title}, {where['threads']} threads, torch {where['torch']}")
     results = measure(problem, args.device, args.rounds, args.warmup)
     show(results, (2 if args.forward else 6) * problem.counted * args.d * args.v)
-    at_bar_shape = args.device == "cpu" and all(getattr(args, k) == v for k, v in BAR_SHAPE.items())
+    setting = {"n": n} | {
+        k: getattr(args, k)
+        for k in ("d", "v", "sequences", "dtype", "loss", "peaked", "ragged", "forward", "rounds", "warmup")
+    }
+    at_bar_shape = args.device == "cpu" and all(setting[k] == v for k, v in BAR_SHAPE.items())
     met = bars(results) if at_bar_shape else {}
     for bar, yes in met.items():
         print(f"{'met    ' if yes else 'NOT met'} {OURS}: {bar}")
     folder = args.out or _common.ROOT / "results" / args.device
-    setting = {
-        k: getattr(args, k)
-        for k in ("n", "d", "v", "sequences", "dtype", "loss", "peaked", "ragged", "forward", "rounds", "warmup")
-    }
     _common.write_results(
-        folder / f"{args.name}.json", {"setting": setting, "environment": where, "bars": met, "results": results}
+        folder / f"{name}.json", {"setting": setting, "environment": where, "bars": met, "results": results}
     )
-    plot(results, title, folder / f"{args.name}.png")
-    print(f"wrote {folder}/{args.name}.json and {args.name}.png")
+    plot(results, title, folder / f"{name}.png")
+    print(f"wrote {folder}/{name}.json and {name}.png", flush=True)
 
 
 if __name__ == "__main__":

@@ -58,27 +58,27 @@ class Problem:
         peaked: like a trained model on its own samples, nine tokens of ten at probabilities from 0.5 to 1.
         ragged: a packed stream of sequences of unequal length, about 30 % of each ignored: its prompt comes first.
         """
-        g = torch.Generator().manual_seed(0)
-        hidden = torch.randn(n, d, generator=g)
-        weight = torch.randn(v, d, generator=g) * (2.0 / d**0.5)
-        target = torch.randint(0, v, (n,), generator=g)
+        g, there = torch.Generator(device).manual_seed(0), torch.device(device)
+        hidden = torch.randn(n, d, generator=g, device=there)
+        weight = torch.randn(v, d, generator=g, device=there).mul_(2.0 / d**0.5)
+        target = torch.randint(0, v, (n,), generator=g, device=there)
         # Half of the tokens are what the model itself would say: their log-probs are near 0.
-        likely = torch.arange(n) % 10 > 0 if peaked else torch.arange(n) % 2 == 0
-        push = 3.0 + 3.0 * torch.rand(n, 1, generator=g)[likely] if peaked else 3.0
+        row = torch.arange(n, device=there)
+        likely = row % 10 > 0 if peaked else row % 2 == 0
+        push = 3.0 + 3.0 * torch.rand(n, 1, generator=g, device=there)[likely] if peaked else 3.0
         hidden[likely] = hidden[likely] * 0.5 + weight[target[likely]] * push
-        lengths = torch.full((sequences,), n // sequences)
+        lengths = torch.full((sequences,), n // sequences, device=there)
         if ragged:
-            share = torch.rand(sequences, generator=g) + 0.1
+            share = torch.rand(sequences, generator=g, device=there) + 0.1
             ends = (share.cumsum(0) / share.sum() * n).round().long()
             ends[-1] = n
-            lengths = ends.diff(prepend=torch.zeros(1, dtype=torch.long))
+            lengths = ends.diff(prepend=ends.new_zeros(1))
             for end, length in zip(ends.tolist(), lengths.tolist()):
                 target[end - length : end - length + round(0.3 * length)] = IGNORED
-        advantage = torch.ones(sequences) if loss == "ce" else torch.randn(sequences, generator=g)
-        return Problem(
-            hidden.to(device, dtype), weight.to(device, dtype), target.to(device), advantage.to(device), loss,
-            lengths.to(device),
-        )  # fmt: skip
+        advantage = torch.randn(sequences, generator=g, device=there)
+        if loss == "ce":
+            advantage = torch.ones_like(advantage)
+        return Problem(hidden.to(dtype), weight.to(dtype), target, advantage, loss, lengths)
 
     @property
     def n(self) -> int:
@@ -297,12 +297,12 @@ FLOOR, EAGER, OURS = "three products", "eager torch", "rise chunked"
 PROVIDERS = (
     Provider(FLOOR, three_products, 6),
     Provider(OURS, ours("chunked"), 6),
-    Provider("rise chunked mixed", ours_mixed("chunked"), 6, own_loss=True),
+    Provider("rise chunked mixed", ours_mixed("chunked"), 6, ("cpu",), own_loss=True),
     Provider("rise chunked logprob", ours_logprob("chunked"), 8),
     Provider("rise triton", ours("triton"), 6, ("cuda",)),
     Provider("rise triton mixed", ours_mixed("triton"), 6, ("cuda",), own_loss=True),
     Provider("rise triton logprob", ours_logprob("triton"), 8, ("cuda",)),
-    Provider("rise reference", ours("reference"), 6),
+    Provider("rise reference", ours("reference"), 6, ("cpu",)),  # in float32 throughout: seconds on a GPU
     Provider(EAGER, eager, 6),
     Provider("liger grpo", liger_grpo(compiled=False), 8),
     Provider("liger grpo compiled", liger_grpo(compiled=True), 8),
