@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -19,20 +21,44 @@ from rise_rl.phases import PhaseTimes
 from rise_rl.progress import Progress
 from rise_rl.step_sampler import StepSampler
 
+PATIENCE = 60.0
+"""Seconds until a test gives up on what should happen meanwhile."""
+
 
 class SlowGrader:
-    """Rules, as slow as a judge for some prompts. moments: (uid, began, ended, thread) of every call."""
+    """Rules, as slow as a judge: `meanwhile` is called before a group of that prompt is graded."""
 
-    def __init__(self, seconds: dict[str, float] | None = None) -> None:
-        self.rules, self.seconds = RuleGrader(), seconds or {}
-        self.moments: list[tuple[str, float, float, str]] = []
+    def __init__(self, meanwhile: dict[str, Callable[[], object]] | None = None) -> None:
+        self.rules, self.meanwhile = RuleGrader(), meanwhile or {}
+        self.began: list[str] = []
 
     def grade(self, items):
-        began = time.perf_counter()
-        time.sleep(max((self.seconds.get(item.uid, 0.0) for item in items), default=0.0))
-        found = self.rules.grade(items)
-        self.moments.append((items[0].uid, began, time.perf_counter(), threading.current_thread().name))
+        self.began.append(items[0].uid)
+        self.meanwhile.get(items[0].uid, lambda: None)()
+        return self.rules.grade(items)
+
+
+def soon(condition: Callable[[], bool]) -> bool:
+    """Waits until it holds; False if it never does."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return condition()
+
+
+def around_sampling(rollouts, monkeypatch, before=lambda uid: None, after=lambda uid: None) -> None:
+    """Calls `before` and `after` with the prompt of every request that the engine answers."""
+    generate = rollouts.generate
+
+    def watching(requests, sampling, progress=None):
+        for request in requests:
+            before(request.uid)
+        found = generate(requests, sampling, progress)
+        for request in requests:
+            after(request.uid)
         return found
+
+    monkeypatch.setattr(rollouts, "generate", watching)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +90,8 @@ def test_an_overlapped_step_has_the_same_samples_in_the_same_order(tiny_config, 
     """Also if the first prompt's grades come last."""
     path = tiny_config()
     expected = a_step(path, rollouts, SlowGrader(), "lockstep")
-    found = a_step(path, rollouts, SlowGrader({"train-0": 0.3}), "overlapped")
+    grader = SlowGrader({"train-0": lambda: soon(lambda: {"train-1", "train-2"} <= set(grader.began))})
+    found = a_step(path, rollouts, grader, "overlapped")
 
     def but_logprobs(samples):  # another batch rounds otherwise
         return [replace(s, rollout=replace(s.rollout, logprobs=())) for s in samples]
@@ -77,20 +104,18 @@ def test_an_overlapped_step_has_the_same_samples_in_the_same_order(tiny_config, 
 
 
 def test_groups_are_graded_while_others_are_sampled(tiny_config, rollouts, monkeypatch):
-    grader, moments = SlowGrader({f"train-{i}": 0.2 for i in range(3)}), []
-    generate = rollouts.generate
+    """The second prompt is sampled only while the first one is graded, whose grades wait for the second's to begin."""
+    met = []
 
-    def timed(requests, sampling, progress=None):
-        moments.append((requests[0].uid, time.perf_counter()))
-        return generate(requests, sampling, progress)
+    def before(uid: str) -> None:
+        if uid == "train-1":
+            met.append(soon(lambda: "train-0" in grader.began))
 
-    monkeypatch.setattr(rollouts, "generate", timed)
+    grader = SlowGrader({"train-0": lambda: met.append(soon(lambda: "train-1" in grader.began))})
+    around_sampling(rollouts, monkeypatch, before=before)
     a_step(tiny_config(), rollouts, grader, "overlapped")
-    first_graded = min(began for _, began, *_ in grader.moments)
-    assert sum(began > first_graded for _, began in moments) >= 2  # more was sampled meanwhile
-    assert any(
-        a[1] < b[1] < a[2] for a in grader.moments for b in grader.moments if a is not b
-    )  # and two groups were graded at once
+    assert all(met)
+    assert len(met) > 4
 
 
 def test_without_guidance_only_natural_answers_are_sampled(tiny_config, rollouts):
@@ -103,7 +128,7 @@ def test_without_guidance_only_natural_answers_are_sampled(tiny_config, rollouts
 @pytest.mark.parametrize("fails", ["grader", "engine", "guidance"])
 def test_an_error_ends_the_step_and_no_thread_is_left(tiny_config, rollouts, monkeypatch, fails):
     path = tiny_config()
-    grader = SlowGrader({"train-1": 0.2})
+    grader = SlowGrader({"train-1": lambda: time.sleep(0.2)})
 
     class Broken(Exception):
         pass
@@ -122,9 +147,17 @@ def test_an_error_ends_the_step_and_no_thread_is_left(tiny_config, rollouts, mon
     assert not [t for t in threading.enumerate() if t.name.startswith("rise-rl grading")]
 
 
-def test_times_are_those_of_the_engine_and_of_waiting_for_grades(tiny_config, rollouts):
+def test_times_are_those_of_the_engine_and_of_waiting_for_grades(tiny_config, rollouts, monkeypatch):
     path = tiny_config()
-    step = sampler(path, rollouts, SlowGrader({"train-2": 0.4}), "overlapped")
+    answers: Counter[str] = Counter()
+    around_sampling(rollouts, monkeypatch, after=lambda uid: answers.update([uid]))
+
+    def last() -> None:
+        """Graded slowly, once the others have their guided answers: until then the engine had something to do."""
+        assert soon(lambda: min(answers["train-0"], answers["train-1"]) > 4)
+        time.sleep(0.4)
+
+    step = sampler(path, rollouts, SlowGrader({"train-2": last}), "overlapped")
     step.sample(1, load_examples(path.parent / "train.jsonl")[:3], guiding=True)
     times = step.schedule.times.take()
     assert set(times) == {"rollout", "guided_rollout", "grade"}
