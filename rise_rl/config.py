@@ -218,6 +218,11 @@ class EvaluationConfig(Section):
     every: int = Field(10, ge=0, description="Evaluate on the held-out prompts every so many steps; 0: never.")
     prompts: Positive | None = Field(None, description="Size of the fixed cohort: the first so many; null: all.")
     samples: Positive = Field(8, description="Answers per held-out prompt, without guidance.")
+    temperature: float = Field(
+        1.0,
+        ge=0.01,
+        description="Temperature of held-out answers, whatever the training's: runs compare where it is the same.",
+    )
 
 
 class CheckpointConfig(Section):

@@ -30,7 +30,7 @@ from .progress import Progress
 from .rollout_choice import choose, make_rollouts
 from .run_folder import RunFolder, RunFolderError
 from .sft_config import run_config
-from .step_sampler import sampling_of
+from .step_sampler import heldout_sampling
 from .trainer import evaluate
 
 
@@ -78,7 +78,7 @@ def evaluate_model(config: Config, console: Console) -> dict[str, Any]:
             examples[: config.evaluation.prompts],
             rollouts,
             grader,
-            sampling_of(config.rollout).whole(),
+            heldout_sampling(config),
             prompt_of=lambda e: render_prompt(policy.tokenizer, e.messages, config.data.chat_template),
             samples=config.evaluation.samples,
             seed=config.seed,

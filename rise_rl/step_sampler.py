@@ -50,7 +50,7 @@ class StepSampler:
         times: PhaseTimes,
     ) -> None:
         self.config, self.tokenizer = config, tokenizer
-        self.sampling = sampling_of(config.rollout)
+        self.sampling = training_sampling(config.rollout)
         schedule = {"lockstep": Lockstep, "overlapped": Overlapped}[config.rollout.schedule]
         self.schedule = schedule(rollouts, grader, self.sampling, progress, times)
 
@@ -135,7 +135,7 @@ class StepSampler:
         return len(self.render(messages)) <= limit
 
 
-def sampling_of(config: RolloutConfig) -> Sampling:
+def training_sampling(config: RolloutConfig) -> Sampling:
     return Sampling(
         max_new_tokens=config.max_new_tokens,
         temperature=config.temperature,
@@ -143,3 +143,8 @@ def sampling_of(config: RolloutConfig) -> Sampling:
         top_k=config.top_k,
         subset=config.subset_sampling,
     )
+
+
+def heldout_sampling(config: Config) -> Sampling:
+    """From the whole distribution, at a temperature of its own, so that methods compare."""
+    return Sampling(max_new_tokens=config.rollout.max_new_tokens, temperature=config.evaluation.temperature)

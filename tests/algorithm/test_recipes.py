@@ -55,10 +55,18 @@ def test_baselines_change_what_they_say_and_nothing_else(name):
     changes = {key: new for key, (_, new) in changed_keys(ours, theirs).items()}
     assert changes.pop("name") == f"{name}_health_4b"
     assert changes == BASELINES[name]
+    assert theirs["evaluation"] == ours["evaluation"]  # or held-out rewards would not compare
+    assert theirs["evaluation"]["temperature"] == 1.0
     if name == "ruscarl":
         scaffold = theirs["scaffold"]
         assert (scaffold["steepness"], scaffold["midpoint"]) == (125.0, 0.2)
         assert theirs["grpo"]["importance_correction"] == "none"
+
+
+def test_the_quickstart_is_evaluated_as_it_is_trained():
+    """README's figures are of this temperature."""
+    c = load_config(RECIPES / "quickstart.yaml")
+    assert (c.rollout.temperature, c.evaluation.temperature) == (0.7, 0.7)
 
 
 # --- base ------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from rich.console import Console
 import rise_rl.trainer
+import rise_rl.config
+import rise_rl.inference
 from rise_engine.prompts import render_prompt
 from rise_engine.rollout.transformers import TransformersRollout
 from rise_rl.data import load_examples
@@ -102,8 +105,11 @@ def test_held_out_answers_are_sampled_from_the_whole_distribution_whatever_the_m
         "rollout.engine=transformers",
     )
     assert ("train", 0.8, 20, 0.7) in used
-    assert ("heldout", 1.0, 0, 0.7) in used
-    assert {u[1:] for u in used if u[0] == "heldout"} == {(1.0, 0, 0.7)}
+    assert {u[1:] for u in used if u[0] == "heldout"} == {(1.0, 0, 1.0)}
+    used.clear()
+    other = rise_rl.config.load_config(config, ["rollout.temperature=0.7", "evaluation.temperature=0.6"])
+    rise_rl.inference.evaluate_model(other, Console(quiet=True))
+    assert {u for u in used if u[0] != "parity"} == {("heldout", 1.0, 0, 0.6)}
 
 
 def test_a_scaffold_that_does_not_fit_loses_what_was_drawn_last(tiny_config):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 FinishReason = Literal["stop", "length"]
@@ -23,10 +23,6 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     subset: bool = False
-
-    def whole(self) -> Sampling:
-        """The same from the whole distribution."""
-        return replace(self, top_p=1.0, top_k=0, subset=False)
 
 
 @dataclass(frozen=True)
