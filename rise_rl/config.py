@@ -192,7 +192,7 @@ class RolloutConfig(Section):
         None,
         gt=0,
         description="Log-prob difference in nats allowed between rollout engine and trainer, on average over the "
-        "probe's tokens; ten times that for a single token. null: 1e-4 in float32, 0.05 in bfloat16.",
+        "probe's tokens; ten times that for a single token. null: 1e-4 in float32, 0.1 in bfloat16.",
     )
 
     @model_validator(mode="after")

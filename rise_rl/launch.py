@@ -31,6 +31,7 @@ from .progress import Progress
 from .ranks import Ranks
 from .rollout_choice import choose, make_rollouts
 from .run_folder import RunFolder
+from .scaffold import scaffolded
 from .step_loss import loss_spec
 from .trainer import Trainer
 
@@ -75,6 +76,23 @@ def check_context(config: Config, context_length: int, *, guidance: bool) -> Non
     if needed > context_length:
         parts = f"data.max_prompt_tokens + {f'{section}.budget_tokens + ' if guidance else ''}rollout.max_new_tokens"
         raise ConfigError(f"{parts} = {needed}, but {config.model} has a context of {context_length} tokens")
+
+
+def check_scaffold(config: Config, tokenizer: object, example: Example) -> None:
+    """ConfigError where the model's chat template has no place for the system message that shows the criteria."""
+    shown = scaffolded(example.messages, example.rubric, [0])
+    try:
+        lost = render_prompt(tokenizer, shown, config.data.chat_template) == render_prompt(
+            tokenizer, example.messages, config.data.chat_template
+        )
+        why = "leaves system messages out" if lost else None
+    except ValueError as error:
+        why = str(error)
+    if why:
+        raise ConfigError(
+            f"scaffold.enabled: criteria are shown in a system message, for which the chat template of {config.model} "
+            f"has no place ({why}); use a model whose template has a system role"
+        )
 
 
 def fitting(
@@ -125,6 +143,9 @@ def run_training(config: Config, *, resume: bool = False, console: Console | Non
             source = str(config.data.heldout)
             heldout = ranks.each(fitting, heldout, policy.tokenizer, config.data, console, source)
         order = PromptOrder(train, config.grpo.prompts_per_step, config.seed, config.data.shuffle)
+
+        if config.scaffold.enabled:
+            ranks.each(check_scaffold, config, policy.tokenizer, train[0])
 
         choice = ranks.each(choose, config, policy)
         checkpoints = CheckpointStore(run.checkpoints, keep=config.checkpoint.keep)

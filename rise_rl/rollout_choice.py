@@ -30,10 +30,16 @@ def choose(config: Config, policy: PolicyEngine | FrozenPolicy) -> Choice:
         return Choice("transformers", "asked for by rollout.engine")
     obstacle = why_not(policy)
     if obstacle is None:
-        return Choice("vllm", f"version {version()}" + (", asked for by rollout.engine" if wanted == "vllm" else ""))
+        return Choice("vllm", f"version {version()}, {why_vllm(wanted, policy.device.type)}")
     if wanted == "vllm":
         raise ConfigError(f"rollout.engine: vllm, but {obstacle}; use transformers, or auto")
     return Choice("transformers", obstacle)
+
+
+def why_vllm(wanted: str, device: str) -> str:
+    if wanted == "vllm":
+        return "asked for by rollout.engine"
+    return "installed" if device == "cuda" else "installed; on a CPU transformers can be as fast (docs/rollouts.md)"
 
 
 def make_rollouts(choice: Choice, config: Config, policy: PolicyEngine | FrozenPolicy) -> RolloutEngine:

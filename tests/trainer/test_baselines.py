@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import rise_rl.config
 import rise_rl.inference
 from rise_engine.prompts import render_prompt
 from rise_engine.rollout.transformers import TransformersRollout
+from rise_rl.config import ConfigError
 from rise_rl.data import load_examples
 from rise_rl.scaffold import shown_count, strength
 from tests.tiny import tiny_tokenizer
@@ -119,3 +121,23 @@ def test_a_scaffold_that_does_not_fit_loses_what_was_drawn_last(tiny_config):
     assert metrics[0]["scaffold/dropped_criteria"] > 0
     assert max(shown) < 3
     assert shown[-1] == 0
+
+
+NO_SYSTEM = {
+    "refuses": "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}",
+    "leaves out": "{% if messages[0]['role'] == 'system' %}{% set messages = messages[1:] %}{% endif %}",
+}
+
+
+@pytest.mark.parametrize("kind", NO_SYSTEM)
+def test_a_model_without_a_system_role_is_refused_before_the_first_step(tiny_config, tiny_folder, tmp_path, kind):
+    """One template raises at the first hint (Gemma's), another would show nothing and say nothing."""
+    model = tmp_path / "no-system"
+    shutil.copytree(tiny_folder, model)
+    template = model / "chat_template.jinja"
+    template.write_text(NO_SYSTEM[kind] + template.read_text())
+    config = tiny_config(model=str(model), steps=2)
+    why = "System role not supported" if kind == "refuses" else "leaves system messages out"
+    with pytest.raises(ConfigError, match=rf"scaffold.enabled: .*the chat template of .*no-system has no place.*{why}"):
+        run(config, *keys_of("ruscarl", grpo__mini_batch_prompts=1, scaffold__budget_tokens=256))
+    assert not (config.parent / "runs" / "tiny").exists()

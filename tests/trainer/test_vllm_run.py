@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from rich.console import Console
 
 from rise_engine.rollout import vllm_start
 from rise_engine.rollout.checks import RolloutError
+from rise_rl import launch, rollout_choice
 from rise_rl.config import ConfigError, load_config
 from rise_rl.launch import run_training
 from rise_rl.step_sampler import StepSampler
@@ -114,6 +118,38 @@ def test_vllm_that_is_asked_for_and_missing_is_an_error(tiny_config, monkeypatch
     ):
         run(config := tiny_config(rollout__engine="vllm"))
     assert not (config.parent / "runs" / "tiny").exists()  # so that the corrected command needs no --resume
+
+
+@pytest.mark.parametrize(
+    "engine, device, reason",
+    [
+        ("vllm", "cpu", "asked for by rollout.engine"),
+        ("auto", "cuda", "installed"),
+        ("auto", "cpu", r"installed; on a CPU transformers can be as fast \(docs/rollouts.md\)"),
+    ],
+)
+def test_vllm_is_taken_where_it_serves_the_model_and_nobody_is_promised_speed(
+    tiny_config, monkeypatch, engine, device, reason
+):
+    monkeypatch.setattr(rollout_choice, "why_not", lambda _: None)
+    monkeypatch.setattr(rollout_choice, "version", lambda: "0.32.0")
+    policy = SimpleNamespace(device=torch.device(device))
+    chosen = str(rollout_choice.choose(load_config(tiny_config(rollout__engine=engine)), policy))
+    assert re.fullmatch(f"rollouts by vllm: version 0.32.0, {reason}", chosen)
+
+
+def test_an_engine_that_does_not_start_leaves_no_run_behind(tiny_config, monkeypatch):
+    def fails(*_):
+        raise ValueError("vLLM does not start: no memory")
+
+    config = tiny_config(steps=1, data__heldout=None)
+    with monkeypatch.context() as patch:
+        patch.setattr(launch, "make_rollouts", fails)
+        with pytest.raises(ConfigError, match="rollout: vLLM does not start: no memory"):
+            run(config)
+    assert not (config.parent / "runs" / "tiny").exists()
+    folder, _ = run(config)  # the corrected command needs no --resume
+    assert json.loads((folder / "manifest.json").read_text())["rollouts"]["engine"] == "transformers"
 
 
 def test_a_model_that_vllm_has_no_attention_for_is_sampled_by_transformers(tiny_config, monkeypatch):
