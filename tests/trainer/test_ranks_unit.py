@@ -93,14 +93,14 @@ def test_one_rank_alone_calls_and_raises_as_usual():
 def test_a_signal_that_comes_twice_at_once_is_one_request(monkeypatch):
     import os
     import signal
-    import time
+    from types import SimpleNamespace
 
     from rich.console import Console
 
     from rise_rl.launch import stop_signals
 
     clock = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr("rise_rl.launch.time", SimpleNamespace(monotonic=lambda: clock[0]))  # nobody else's clock
     with stop_signals(Console(quiet=True)) as stopped:
         assert not stopped
         os.kill(os.getpid(), signal.SIGTERM)

@@ -27,13 +27,14 @@ def test_it_goes_on_where_it_was_stopped_and_counts_finished_runs_alone(tiny_con
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, start_new_session=True, stderr=subprocess.PIPE, text=True
     )
-    second = runs / "replication-ruscarl-3-s0" / "metrics.jsonl"
-    deadline = time.monotonic() + 240
-    while not second.exists() and time.monotonic() < deadline:
+    second = runs / "replication-ruscarl-3-s0" / "evals.jsonl"  # its first line comes before the three steps
+    deadline = time.monotonic() + 600
+    while not second.exists():
+        assert time.monotonic() < deadline, "the second run has not begun"
         assert process.poll() is None, process.communicate()[1]
         time.sleep(0.2)
     os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does
-    process.communicate(timeout=120)
+    process.communicate(timeout=300)
     assert process.returncode != 0
     first = runs / "replication-rubric-3-s0" / "metrics.jsonl"
     kept = first.read_bytes()

@@ -29,7 +29,7 @@ CHAIN = [
 
 def launch(config: Path, moment: str, step: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tests.trainer.killed_run", moment, str(step), "train", str(config), *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
 
 
 def numbers(run: Path, file: str) -> list[dict]:
@@ -77,7 +77,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tiny_config):
         if line.startswith("step 2/"):
             process.send_signal(signal.SIGINT)
             break
-    output = process.communicate(timeout=120)[0]
+    output = process.communicate(timeout=300)[0]
     assert process.returncode == 130, output
     assert f"-m rise_rl.cli train {config} --resume" in output  # the command that was used, ready to paste
     run = config.parent / "runs" / "tiny"

@@ -46,7 +46,7 @@ class Launch:
 def launch(config: Path, moment: str, rank: int, step: int, *arguments: str) -> Launch:
     faulty = ["-m", "tests.trainer.faulty_rank", moment, rank, step]
     started = time.monotonic()
-    done = torchrun(*faulty, "train", config, *arguments, timeout=300, check=False, COLUMNS="300")
+    done = torchrun(*faulty, "train", config, *arguments, timeout=600, check=False, COLUMNS="300")
     return Launch(done.returncode, done.stdout, done.stderr, time.monotonic() - started)
 
 
