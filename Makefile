@@ -42,12 +42,16 @@ test-all: test
 	$(BIN)/python -m pytest -m full
 
 # The kernels' tests under other versions, in an environment of their own: make test-kernels TORCH=2.11.0 TRITON=3.6.0
+# torch for CUDA takes one triton only: 2.11.0 takes 3.6.0, 2.12.0 3.7.0, 2.12.1 and 2.13.0 3.7.1. A CPU build takes any.
+# Tools are pinned as everywhere: Triton 3.6's interpreter fails under numpy 2.4.
 TORCH ?= 2.13.0
-TRITON ?= 3.9.0
+TRITON ?= 3.7.1
 KERNEL_ENV := build/kernels-$(TORCH)-$(TRITON)
 test-kernels:
 	$(PYTHON) -m venv $(KERNEL_ENV)
-	$(KERNEL_ENV)/bin/python -m pip install --quiet torch==$(TORCH) triton==$(TRITON) hypothesis numpy pytest pytest-timeout setuptools
+	grep -v -e '^torch==' -e '^triton==' constraints.txt > $(KERNEL_ENV)/constraints.txt
+	$(KERNEL_ENV)/bin/python -m pip install --quiet -c $(KERNEL_ENV)/constraints.txt \
+	    torch==$(TORCH) triton==$(TRITON) hypothesis numpy pytest pytest-timeout setuptools
 	PYTHONPATH=$(CURDIR)/kernels $(KERNEL_ENV)/bin/python -m pytest -m "slow or not slow" \
 	    tests/test_compile.py tests/kernels tests/triton tests/conformance/test_kernel_faults.py
 
