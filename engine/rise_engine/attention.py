@@ -9,7 +9,7 @@ forwards) it is `sdpa`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -42,8 +42,12 @@ class Span:
         return self.stop - self.start
 
     @property
+    def prompt(self) -> int:
+        return self.prompt_stop - self.prompt_start
+
+    @property
     def keys(self) -> int:
-        return self.queries + self.prompt_stop - self.prompt_start
+        return self.queries + self.prompt
 
     @property
     def square(self) -> bool:
@@ -57,16 +61,29 @@ class Span:
         return torch.cat([torch.arange(self.prompt_start, self.prompt_stop), torch.arange(self.start, self.stop)])
 
 
-@dataclass(frozen=True)
+@dataclass
 class SpanBatch:
-    """`count` spans of similar length, padded to `queries` and `keys`; mask: bool [count, 1, queries, keys], or None
-    where plain causal attention is meant.
+    """`count` spans of similar length, padded to `queries` and `keys`; query i sees the keys 0 .. i + `prompt`. Padding
+    comes after everything that is kept, so that this holds for all spans alike.
     """
 
     count: int
     queries: int
     keys: int
-    mask: Tensor | None
+    prompt: int
+    _mask: Tensor | None = field(default=None, repr=False)
+
+    def mask(self, like: Tensor) -> Tensor | None:
+        """[1, 1, queries, keys] of 0 and -inf, as `like` in type and device; None where attention is plainly causal.
+
+        The same tensor for every span and layer. SDPA would make one like it from a boolean mask in every layer, and
+        autograd would keep each of them.
+        """
+        if self.prompt and (self._mask is None or self._mask.dtype != like.dtype):
+            # CUDA's kernel copies a mask whose rows do not begin at multiples of 8.
+            whole = like.new_full((1, 1, self.queries, -(-self.keys // 8) * 8), float("-inf"))
+            self._mask = whole.triu_(self.prompt + 1)[..., : self.keys]
+        return self._mask
 
 
 @dataclass(frozen=True)
@@ -95,14 +112,7 @@ class Layout:
             key = [_padded(s.key_rows(), longest_k) for s in group]
             keys += key
             queries += key if square else [_padded(torch.arange(s.start, s.stop), longest_q) for s in group]
-            mask = None  # where it is causal, padding comes after everything that is kept
-            if not square:
-                # Query i sees keys 0 .. i + (keys - queries). Padded queries see key 0 too, so that no row is empty.
-                reach = torch.tensor([s.keys - s.queries for s in group])[:, None, None]
-                mask = torch.arange(longest_k)[None, None] <= torch.arange(longest_q)[None, :, None] + reach
-                mask &= torch.arange(longest_k)[None, None] < torch.tensor([s.keys for s in group])[:, None, None]
-                mask = mask[:, None].to(device)
-            batches.append(SpanBatch(len(group), longest_q, longest_k, mask))
+            batches.append(SpanBatch(len(group), longest_q, longest_k, longest_k - longest_q))
             for i, s in enumerate(group):
                 first = offset + i * longest_q + (s.keys - s.queries if square else 0)
                 order.append(torch.stack([torch.arange(s.start, s.stop), torch.arange(first, first + s.queries)]))
@@ -123,16 +133,17 @@ class Layout:
         outputs = []
         for batch, *rows in parts:
             q, k, v = (x.unflatten(0, (batch.count, -1)).transpose(1, 2) for x in rows)
-            if _needs_every_head(q, batch.mask):
+            mask = batch.mask(q)
+            if _needs_every_head(q, mask):
                 k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
             out = scaled_dot_product_attention(
                 q,
                 k,
                 v,
-                attn_mask=batch.mask,
+                attn_mask=mask,
                 dropout_p=dropout,
                 scale=scaling,
-                is_causal=batch.mask is None,
+                is_causal=mask is None,
                 enable_gqa=q.shape[1] != k.shape[1],
             )
             outputs.append(out.transpose(1, 2).flatten(0, 1))
@@ -153,19 +164,21 @@ class Attends(Protocol):
 
 
 def _similar(spans: Sequence[Span]) -> list[list[Span]]:
+    """Spans that share a batch; masked ones have prompts of one length, and so one mask."""
     groups: list[list[Span]] = []
-    for span in sorted(spans, key=lambda s: (s.square, s.keys, s.queries), reverse=True):
+    for span in sorted(spans, key=lambda s: (s.square, 0 if s.square else s.prompt, s.keys), reverse=True):
         first = groups[-1][0] if groups else None
-        alike = first is not None and first.square == span.square and first.keys <= MAX_STRETCH * span.keys
-        if first and alike and (span.square or _close(first.queries, span.queries)):
+        if first and first.square == span.square and _close(first, span):
             groups[-1].append(span)
         else:
             groups.append([span])
     return groups
 
 
-def _close(a: int, b: int) -> bool:
-    return max(a, b) <= MAX_STRETCH * min(a, b)
+def _close(longer: Span, span: Span) -> bool:
+    if longer.square:
+        return longer.keys <= MAX_STRETCH * span.keys
+    return longer.prompt == span.prompt and longer.queries <= MAX_STRETCH * span.queries
 
 
 def _padded(index: Tensor, length: int) -> Tensor:

@@ -150,10 +150,10 @@ class Workload:
 
     @property
     def mask(self) -> int:
-        """Elements of its attention masks; plain causal rows have none."""
+        """Elements of its attention mask, one for all responses and layers; plain causal rows have none."""
         if not self.packed or self.responses == 1 or self.square:
             return 0
-        return self.responses * self.response * (self.prompt + self.response)
+        return self.response * (self.prompt + self.response)
 
 
 @dataclass(frozen=True)
@@ -200,10 +200,9 @@ def saved_per_token(shape: ModelShape, b: int, work: Workload) -> float:
 def activations(shape: ModelShape, work: Workload, setting: Setting) -> tuple[float, float]:
     """(when the forward pass ends, at most during the backward pass): what all layers hold, masks included."""
     b, t = setting.dtype_bytes, work.tokens
-    # The boolean mask is shared by all layers; each keeps a copy of it in the training dtype.
-    layer = t * saved_per_token(shape, b, work) + b * work.mask
+    layer = t * saved_per_token(shape, b, work)
     kept = t * b * shape.hidden if setting.checkpointing else layer
-    final = t * (FLOAT32 + b) * shape.hidden + work.mask
+    final = t * (FLOAT32 + b) * shape.hidden + b * work.mask
     forward = shape.layers * kept + final + t * b * shape.hidden
     moving = 2 * t * b * shape.intermediate  # gradients inside the MLP
     return forward, shape.layers * kept + final + (layer if setting.checkpointing else 0) + moving

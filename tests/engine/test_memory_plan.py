@@ -158,9 +158,9 @@ def test_checkpointing_keeps_one_layer_and_the_inputs_of_the_others():
     assert more == 10 * WORK.tokens * 4 * shape.hidden
 
 
-def test_a_packed_group_repeats_the_prompts_keys_and_needs_masks():
+def test_a_packed_group_repeats_the_prompts_keys_and_needs_a_mask():
     assert (WORK.tokens, WORK.responses, WORK.keys) == (4096, 4, 4096 + 4 * 100)
-    assert WORK.mask == 4 * 50 * 150
+    assert WORK.mask == 50 * 150
     alone = replace(WORK, micro_batch=100)
     assert (alone.tokens, alone.responses, alone.mask, alone.keys) == (150, 1, 0, 150)
     long = replace(WORK, response=101)

@@ -67,9 +67,34 @@ def test_a_response_longer_than_its_prompt_needs_no_mask():
         sequences, plan(sequences, 100, "shared_prompt")[0], "shared_prompt", pad_id=0, device=torch.device("cpu")
     )
     assert batch.layout is not None
-    found = {(b.count, b.queries, b.keys, b.mask is None) for b in batch.layout.batches}
-    masked = {f for f in found if not f[-1]}
-    assert masked == {(1, 2, 10, False), (1, 1, 9, False)}
+    masked = {(b.count, b.queries, b.keys) for b in batch.layout.batches if b.mask(torch.empty(0)) is not None}
+    assert masked == {(1, 2, 10), (1, 1, 9)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_mask_for_all_responses_of_a_prompt_and_for_all_layers(dtype):
+    lengths = {60: (20, 19, 17, 20), 61: (20, 18)}
+    sequences = [Tokens((7,) * n, (1,) * r) for n, responses in lengths.items() for r in responses]
+    batch = build(
+        sequences, plan(sequences, 1000, "shared_prompt")[0], "shared_prompt", pad_id=0, device=torch.device("cpu")
+    )
+    masked = [b for b in batch.layout.batches if b.prompt]
+    assert {(b.count, b.queries, b.keys, b.prompt) for b in masked} == {(4, 19, 79, 60), (2, 19, 80, 61)}
+    q, k, v = (torch.randn(batch.tokens, n, 8, dtype=dtype, requires_grad=True) for n in (4, 2, 2))
+    saved: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.shape[-2:] in {(b.queries, b.keys) for b in masked}:
+            saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        layers = [batch.layout.attend(q, k, v, None, 0.0) for _ in range(3)]
+    assert len(layers) == 3
+    assert len(saved) == len(masked)
+    for mask in saved.values():
+        assert mask.dtype == dtype
+        assert mask.untyped_storage().nbytes() == 19 * 80 * dtype.itemsize  # rows begin at multiples of 8
 
 
 @pytest.mark.parametrize("every_head", [False, True])
