@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 # engine: EngineConfig's keys. prompt, response, group: of the one prompt that is trained on.
 SMALL_BUCKET = {"zero_optimization": {"reduce_bucket_size": 50_000_000}}
+OFFLOAD = {"optimizer": True, "pin_memory": False}
 CASES: dict[str, dict[str, Any]] = {
     "stage0": {
         "shape": {"tie_word_embeddings": False, "num_hidden_layers": 6},
@@ -39,6 +40,13 @@ CASES: dict[str, dict[str, Any]] = {
         "prompt": 1536,
         "response": 48,
         "group": 16,
+    },
+    "stage0-checkpointing-wide": {
+        "shape": {"vocab_size": 8192, "intermediate_size": 24576},
+        "engine": {"micro_batch_tokens": 4096, "activation_checkpointing": True},
+        "prompt": 1024,
+        "response": 64,
+        "group": 48,
     },
     "stage0-tied-long": {
         "shape": {"num_hidden_layers": 6},
@@ -82,9 +90,23 @@ CASES: dict[str, dict[str, Any]] = {
         "response": 32,
         "group": 8,
     },
+    "lora": {
+        "shape": {"num_hidden_layers": 6},
+        "engine": {"micro_batch_tokens": 6144, "lora": {"rank": 32}},
+        "prompt": 5632,
+        "response": 128,
+        "group": 4,
+    },
+    "stage2-bf16-offload": {
+        "shape": {"tie_word_embeddings": False},
+        "engine": {"zero_stage": 2, "dtype": "bfloat16", "micro_batch_tokens": 256, "offload": OFFLOAD},
+        "prompt": 128,
+        "response": 32,
+        "group": 8,
+    },
     "stage2-bf16-2ranks": {
         "ranks": 2,
-        "shape": {"tie_word_embeddings": False},
+        "shape": {"tie_word_embeddings": False, "hidden_size": 768},
         "engine": {"zero_stage": 2, "dtype": "bfloat16", "micro_batch_tokens": 256},
         "prompt": 128,
         "response": 32,
@@ -92,7 +114,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "stage3-bf16-2ranks": {
         "ranks": 2,
-        "shape": {"tie_word_embeddings": False},
+        "shape": {"tie_word_embeddings": False, "hidden_size": 768},
         "engine": {"zero_stage": 3, "dtype": "bfloat16", "micro_batch_tokens": 256},
         "prompt": 128,
         "response": 32,

@@ -11,9 +11,10 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from rise_engine.memory_advice import Advice, advise
+from rise_engine.memory_advice import Advice, advise, largest_share, vllm_starts
 from rise_engine.memory_plan import (
     ROWS,
+    VLLM,
     MemoryPlan,
     ModelShape,
     Setting,
@@ -25,6 +26,7 @@ from rise_engine.memory_plan import (
 )
 from rise_engine.model_shapes import PUBLISHED, model_shape
 from rise_engine.plan_settings import setting_of
+from rise_engine.rollout_memory import vllm_asleep, vllm_needs, vllm_rows
 
 from .config import Config, ConfigError
 from .fetch import resolve_model
@@ -52,8 +54,12 @@ class RunPlan:
         return max(0.0, (self.device_bytes - RESERVE) * USABLE)
 
     @property
+    def starts(self) -> bool:
+        return vllm_starts(self.shape, self.work, self.setting, self.device_bytes)
+
+    @property
     def fits(self) -> bool:
-        return self.memory.peak <= self.limit
+        return self.memory.peak <= self.limit and self.starts
 
 
 def plan_run(
@@ -130,8 +136,11 @@ def show(plan: RunPlan, console: Console) -> None:
         f"{_gib(plan.device_bytes)} GiB {where}; a micro-batch of at most {work.tokens} tokens, {work.scored} of them "
         "scored",
         highlight=False,
+        soft_wrap=True,
     )
-    table = Table("GiB a rank", *(p for p in memory.phases), box=SIMPLE_HEAD, padding=(0, 1))
+    table = Table("GiB a rank", *(p for p in memory.phases), box=SIMPLE_HEAD, padding=0)
+    for column in table.columns:
+        column.no_wrap = True
     for column in table.columns[1:]:
         column.justify = "right"
     for row in ROWS:
@@ -165,19 +174,45 @@ def notes(plan: RunPlan) -> list[str]:
         f"a prompt's group of {work.group} at full length: {packed} tokens packed, {padded} padded "
         f"({'packed' if work.packed else 'padded'} here)",
     ]
+    if VLLM in memory.phases["rollout"] and not setting.on_cpu:
+        lines += _vllm(plan)
     if memory.host:
         held = ", ".join(f"{what} {_gib(amount)}" for what, amount in memory.host.items())
         lines.append(f"host memory a rank, in GiB: {held}")
     usable = f"{_gib(plan.limit)} GiB usable (all but {_gib(RESERVE)} GiB for the process and {1 - USABLE:.0%})"
+    found = f"peak {_gib(memory.peak)} GiB ({memory.peak_phase}), {usable}"
     if plan.fits:
-        return [*lines, f"fits: peak {_gib(memory.peak)} GiB ({memory.peak_phase}), {usable}"]
-    lines.append(f"does NOT fit: peak {_gib(memory.peak)} GiB ({memory.peak_phase}), {usable}")
+        return [*lines, f"fits: {found}"]
+    lines.append(f"does NOT fit: {found}" if plan.starts else f"vLLM will NOT start; {found}")
     for change in plan.advice:
-        lines.append(f"  {change.key}={change.value}: saves {_gib(change.saves)} GiB, peak {_gib(change.peak)} GiB")
+        effect = f"saves {_gib(change.saves)} GiB, " if change.saves > 0 else ""
+        lines.append(f"  {change.key}={change.value}: {effect}peak {_gib(change.peak)} GiB")
     last = plan.advice[-1].peak if plan.advice else memory.peak
     if last > plan.limit:
         more = "a rank with more memory" if setting.stage < 3 and setting.ranks == 1 else "more ranks or more memory"
         lines.append(f"  not enough: {_gib(last)} GiB is left after these; take {more}, or shorter lengths")
+    return lines
+
+
+def _vllm(plan: RunPlan) -> list[str]:
+    """What vLLM's share of a GPU is good for."""
+    shape, work, setting, device = plan.shape, plan.work, plan.setting, plan.device_bytes
+    weights = setting.dtype_bytes * shape.parameters / setting.vllm_ranks
+    tokens = work.prompt + work.hint + work.response
+    rows = vllm_rows(shape, work, setting, device)
+    if not plan.starts:
+        need = vllm_needs(shape, work, setting, device)
+        room = f"no room for one answer of full length ({tokens} tokens), which takes {_gib(need)} GiB in all"
+    else:
+        room = f"room for {min(rows, work.rows)} of {work.rows} answers of full length ({tokens} tokens) at a time"
+    lines = [
+        f"vLLM: rollout.vllm.memory_fraction {setting.vllm} is {_gib((setting.vllm or 0) * device)} GiB; its weights "
+        f"take {_gib(weights)}; {room}; about {_gib(vllm_asleep(setting))} stay while it sleeps"
+    ]
+    most = min(0.9, round(largest_share(shape, work, setting, plan.limit, device), 2))
+    if plan.fits and rows < work.rows and most > (setting.vllm or 0):
+        more = vllm_rows(shape, work, replace(setting, vllm=most), device)
+        lines.append(f"  rollout.vllm.memory_fraction={most:g} would fit too, with room for {min(more, work.rows)}")
     return lines
 
 

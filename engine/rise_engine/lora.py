@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from .config import LoraSettings
 from .errors import EngineError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 ADAPTER = "default"
 

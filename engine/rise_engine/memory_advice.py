@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
-from .memory_plan import FLOAT32, ModelShape, Setting, Workload, plan_memory
+from .memory_plan import ModelShape, Setting, Workload, plan_memory
+from .rollout_memory import FLOAT32, vllm_needs, vllm_rows, vllm_share
 
 
 @dataclass(frozen=True)
@@ -19,31 +22,84 @@ class Advice:
     peak: float
 
 
+Change = tuple[str, str, dict[str, Any], dict[str, Any]]
+"""(key, value, fields of Workload, fields of Setting)."""
+STEP = 0.05
+"""vLLM's share of a GPU is advised in multiples of this."""
+
+
 def advise(shape: ModelShape, work: Workload, setting: Setting, limit: float, device_bytes: int = 0) -> list[Advice]:
-    """Changes until the peak is within `limit` bytes: each is the one that costs least among those that save at least
-    1 % after the earlier ones. The list may end before it fits: then only more ranks or memory help.
+    """Changes until vLLM can start and the peak is within `limit` bytes: first a share of the GPU with which it starts,
+    which may save nothing, then each time the one that costs least among those that save at least 1 % after the earlier
+    ones. The list may end before it fits: then only more ranks or memory help.
     """
     made: list[Advice] = []
     peak = plan_memory(shape, work, setting, device_bytes).peak
+
+    def make(change: Change, at_least: float) -> bool:
+        nonlocal peak, work, setting
+        key, value, new_work, new_setting = change
+        changed = replace(work, **new_work), replace(setting, **new_setting)
+        new = plan_memory(shape, *changed, device_bytes).peak
+        if peak - new < at_least:
+            return False
+        made.append(Advice(key, value, peak - new, new))
+        peak, (work, setting) = new, changed
+        return True
+
+    if not vllm_starts(shape, work, setting, device_bytes):
+        shares = list(_shares(shape, work, setting, limit, device_bytes))
+        fitting = [c for c in shares if _sampling_peak(shape, work, replace(setting, **c[3]), device_bytes) <= limit]
+        for change in (fitting or shares)[:1]:
+            make(change, -math.inf)
     while peak > limit:
-        for key, value, new_work, new_setting in _changes(work, setting):
-            changed = replace(work, **new_work), replace(setting, **new_setting)
-            new = plan_memory(shape, *changed, device_bytes).peak
-            if new <= 0.99 * peak:
-                made.append(Advice(key, value, peak - new, new))
-                peak, (work, setting) = new, changed
-                break
-        else:
+        changes = chain(_shares(shape, work, setting, limit, device_bytes), _changes(work, setting))
+        if not any(make(change, 0.01 * peak) for change in changes):
             break
     return made
 
 
-def _changes(work: Workload, s: Setting) -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any]]]:
-    """(key, value, fields of Workload, fields of Setting) that are not made yet: cheapest first."""
+def vllm_starts(shape: ModelShape, work: Workload, s: Setting, device_bytes: int) -> bool:
+    """Whether its share of a GPU has room for one answer of full length, without which vLLM refuses to start."""
+    return s.vllm is None or s.on_cpu or vllm_rows(shape, work, s, device_bytes) >= 1
+
+
+def largest_share(shape: ModelShape, work: Workload, s: Setting, limit: float, device_bytes: int) -> float:
+    """The largest memory_fraction, in multiples of STEP, with which sampling stays within `limit`."""
+    beside = _sampling_peak(shape, work, s, device_bytes) - vllm_share(shape, work, s, device_bytes)
+    return math.floor((limit - beside) / device_bytes / STEP + 1e-9) * STEP
+
+
+def _sampling_peak(shape: ModelShape, work: Workload, s: Setting, device_bytes: int) -> float:
+    plan = plan_memory(shape, work, s, device_bytes)
+    return max(plan.total("sync"), plan.total("rollout"))
+
+
+def _shares(shape: ModelShape, work: Workload, s: Setting, limit: float, device_bytes: int) -> Iterator[Change]:
+    """The share of a GPU that fits beside the trainer, or else the least one that vLLM starts with; alone, and with the
+    model spread over more ranks.
+    """
+    if s.vllm is None or s.on_cpu:
+        return
+    ranks = s.vllm_ranks
+    while s.ranks % ranks == 0:
+        spread = replace(s, vllm_ranks=ranks)
+        least = math.ceil(vllm_needs(shape, work, spread, device_bytes) / device_bytes / STEP - 1e-9) * STEP
+        share = round(max(least, min(s.vllm, largest_share(shape, work, spread, limit, device_bytes))), 2)
+        if share < 1 and ranks > s.vllm_ranks:
+            beside = "" if share == s.vllm else f" (and rollout.vllm.memory_fraction={share:g})"
+            yield "rollout.vllm.tensor_parallel_size", f"{ranks}{beside}", {}, {"vllm": share, "vllm_ranks": ranks}
+        elif share < 1 and share != s.vllm:
+            yield "rollout.vllm.memory_fraction", f"{share:g}", {}, {"vllm": share}
+        ranks *= 2
+
+
+def _changes(work: Workload, s: Setting) -> Iterator[Change]:
+    """Those that are not made yet, cheapest first."""
     bucket = "engine.deepspeed.zero_optimization.reduce_bucket_size"
     if s.stage and s.bucket > 50_000_000:
         yield bucket, "50000000", {}, {"bucket": 50_000_000}
-    if s.vllm is None and work.rows > 8:
+    if (s.vllm is None or s.on_cpu) and work.rows > 8:
         rows = max(8, work.rows // 2)
         yield "rollout.max_rows", str(rows), {"rows": rows}, {}
     longest = work.prompt + work.response
@@ -55,7 +111,9 @@ def _changes(work: Workload, s: Setting) -> Iterator[tuple[str, str, dict[str, A
         yield "engine.dtype", "bfloat16", {}, {"dtype_bytes": 2, "stage": max(s.stage, 2)}
     if s.head_budget > 256 << 20 and not s.on_cpu:
         yield "engine.head_budget_mib", "256", {}, {"head_budget": 256 << 20}
-    for stage in (2, 3):
+    # Transformers rollouts need whole parameters on every rank.
+    stages = (2, 3) if s.vllm is not None else (2,)
+    for stage in stages:
         if s.ranks > 1 and s.stage < stage:
             smaller = min(s.bucket, 50_000_000)
             yield "engine.zero_stage", f"{stage} (and {bucket}=50000000)", {}, {"stage": stage, "bucket": smaller}
@@ -66,7 +124,7 @@ def _changes(work: Workload, s: Setting) -> Iterator[tuple[str, str, dict[str, A
         stage = max(s.stage, 2)
         value = f"true (and engine.zero_stage={stage})"
         yield "engine.offload.optimizer", value, {}, {"offload_optimizer": True, "stage": stage}
-    if not s.on_cpu and not s.offload_parameters:
+    if not s.on_cpu and not s.offload_parameters and (s.ranks == 1 or 3 in stages):
         value = "true (and engine.zero_stage=3)"
         yield "engine.offload.parameters", value, {}, {"offload_parameters": True, "stage": 3}
     if s.lora_rank is None:

@@ -14,7 +14,8 @@ from typing import Any
 
 from rise_kernels.chunked import CPU_WORKSPACE
 
-FLOAT32 = 4
+from .rollout_memory import FLOAT32, kv_cache, vllm_asleep, vllm_share, weights_under_way
+
 CAUSAL_LMS = ("qwen3", "qwen2", "llama", "mistral")
 """model_type of the dense decoders whose parameters and activations are known here."""
 
@@ -161,7 +162,8 @@ class Setting:
     """How the policy is held. dtype_bytes: 4 or 2. bucket: DeepSpeed's reduce_bucket_size in elements; overlap: its
     overlap_comm; live: stage3_max_live_parameters. head_budget: bytes. lora_rank: None trains every weight. on_cpu:
     device and host are one memory. vllm: share of a GPU that vLLM takes while it samples, None for transformers
-    rollouts; vllm_sleep: what it gives back in between (rollout/vllm_config.py).
+    rollouts; vllm_ranks: how many hold one copy of its model; vllm_sleep: what it gives back in between
+    (rollout/vllm_config.py).
     """
 
     ranks: int
@@ -178,40 +180,48 @@ class Setting:
     reference: bool = False
     on_cpu: bool = False
     vllm: float | None = None
+    vllm_ranks: int = 1
     vllm_sleep: int = 2
 
 
-def saved_per_token(shape: ModelShape, b: int, work: Workload) -> float:
+def saved_per_token(shape: ModelShape, work: Workload, setting: Setting) -> float:
     """Bytes that one layer keeps for its backward pass, per token, without attention masks.
 
-    transformers' RMSNorm keeps its input in float32, the normalized rows and (by the linear map behind it) the result;
-    attention keeps q, k, v, its output and logsumexp, gathered copies of them where rows are packed; the MLP keeps
-    gate, silu(gate), up and their product.
+    transformers' RMSNorm keeps its input in float32, the normalized rows (for its weight's gradient) and, by the linear
+    map behind it, the result; attention keeps q, k, v, its output and logsumexp, gathered copies of them where rows are
+    packed; the MLP keeps gate, silu(gate), up and their product. Each adapter keeps its narrow rows, and frozen norms
+    no normalized ones.
     """
+    b, lora = setting.dtype_bytes, setting.lora_rank
     d, q, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    norms = 2 * (FLOAT32 + 2 * b) * d
-    qk_norms = (FLOAT32 + b) * (q + kv) if shape.qk_norm else 0
+    normalized = b if lora is None else 0
+    norms = 2 * (FLOAT32 + normalized + b) * d
+    qk_norms = (FLOAT32 + normalized) * (q + kv) if shape.qk_norm else 0
     queries, keys = work.queries / work.tokens, work.keys / work.tokens
     attention = b * ((1 + 2 * queries if work.packed else 2) * q + 2 * kv * keys) + FLOAT32 * shape.heads * queries
     rms = FLOAT32 * (2 + (shape.heads + shape.kv_heads if shape.qk_norm else 0))
-    return norms + qk_norms + attention + rms + 4 * b * shape.intermediate
+    adapters = 0 if lora is None else b * lora * len(shape.linears)
+    return norms + qk_norms + attention + rms + 4 * b * shape.intermediate + adapters
 
 
 def activations(shape: ModelShape, work: Workload, setting: Setting) -> tuple[float, float]:
     """(when the forward pass ends, at most during the backward pass): what all layers hold, masks included."""
     b, t = setting.dtype_bytes, work.tokens
-    layer = t * saved_per_token(shape, b, work)
+    layer = t * saved_per_token(shape, work, setting)
     kept = t * b * shape.hidden if setting.checkpointing else layer
-    final = t * (FLOAT32 + b) * shape.hidden + b * work.mask
+    final = t * (FLOAT32 + (b if setting.lora_rank is None else 0)) * shape.hidden + b * work.mask
     forward = shape.layers * kept + final + t * b * shape.hidden
     moving = 2 * t * b * shape.intermediate  # gradients inside the MLP
     return forward, shape.layers * kept + final + (layer if setting.checkpointing else 0) + moving
 
 
 def head_workspace(shape: ModelShape, work: Workload, setting: Setting) -> int:
-    """Temporary memory of the fused head: its budget, or less where all rows fit."""
+    """Temporary memory of the fused head: its budget, or less where all rows fit. On a CPU bfloat16 weights are cast
+    slab by slab, a quarter of the budget at most.
+    """
     budget = min(setting.head_budget, CPU_WORKSPACE) if setting.on_cpu else setting.head_budget
-    return min(budget, work.scored * (4 * shape.vocabulary + 12 * shape.hidden))
+    slab = min(budget // 4, 6 * shape.embedding) if setting.on_cpu and setting.dtype_bytes < FLOAT32 else 0
+    return min(budget, work.scored * (4 * shape.vocabulary + 12 * shape.hidden) + slab)
 
 
 def full_logits(shape: ModelShape, work: Workload) -> int:
@@ -247,10 +257,11 @@ Amounts = dict[str, float]
 PARAMETERS, OPTIMIZER, GRADIENTS = "parameters", "optimizer", "gradients"
 GATHERED, REFERENCE = "gathered", "reference policy"
 ACTIVATIONS, WORKSPACE, HEAD = "activations", "head workspace", "head dW and casts"
-DEEPSPEED, CACHE, DECODING, VLLM = "DeepSpeed buffers", "KV cache", "logits of decoding", "vLLM"
+DEEPSPEED, CACHE, DECODING = "DeepSpeed buffers", "KV cache", "logits of decoding"
+VLLM, UNDER_WAY = "vLLM", "weights under way"
 ROWS = (
     PARAMETERS, GATHERED, REFERENCE, OPTIMIZER, GRADIENTS, ACTIVATIONS, WORKSPACE, HEAD, DEEPSPEED, CACHE, DECODING,
-    VLLM,
+    VLLM, UNDER_WAY,
 )  # fmt: skip
 
 
@@ -295,9 +306,11 @@ def plan_memory(shape: ModelShape, work: Workload, setting: Setting, device_byte
     else:
         held[OPTIMIZER] = state
     if s.vllm is not None and (s.on_cpu or s.vllm_sleep == 0):
-        held[VLLM] = _vllm(shape, work, s, device_bytes)
-    elif s.vllm is not None and OPTIMIZER in held:
-        host[OPTIMIZER] = moments
+        held[VLLM] = vllm_share(shape, work, s, device_bytes)
+    elif s.vllm is not None:
+        held[VLLM] = vllm_asleep(s)
+        if OPTIMIZER in held:
+            host[OPTIMIZER] = moments
     if s.offload_parameters:
         host[PARAMETERS] = host.get(PARAMETERS, 0.0) + held.pop(PARAMETERS)
 
@@ -338,34 +351,29 @@ def plan_memory(shape: ModelShape, work: Workload, setting: Setting, device_byte
         "reduce": phase(max(after_backward, before), max(from_start, bucket) + reducing),
         "update": phase(after_backward, (bucket if split else 0.0) + updating),
     }
-    return MemoryPlan(
-        phases | {"rollout": _rollout(shape, work, s, held, host, device_bytes, bucket if split else 0.0)}, host
-    )
+    if split:
+        held[DEEPSPEED] = held.get(DEEPSPEED, 0.0) + bucket  # kept for good
+    phases |= _sampling(shape, work, s, held, host, device_bytes)
+    if s.on_cpu:  # one memory
+        phases = {name: {k: had.get(k, 0.0) + host.get(k, 0.0) for k in had | host} for name, had in phases.items()}
+        host = {}
+    return MemoryPlan(phases, host)
 
 
-def _rollout(
-    shape: ModelShape, work: Workload, s: Setting, held: Amounts, host: Amounts, device_bytes: int, buffers: float
-) -> Amounts:
-    found = dict(held)
-    found[DEEPSPEED] = found.get(DEEPSPEED, 0.0) + buffers
-    if s.vllm is not None:
-        found[VLLM] = _vllm(shape, work, s, device_bytes)
-        if not s.on_cpu and s.vllm_sleep and OPTIMIZER in found:
-            found[OPTIMIZER] -= host[OPTIMIZER]  # the moments wait there; the master weights stay
-    elif work.rows:
-        found[CACHE] = kv_cache(shape, work, s)
-        # Logits, their float32 probabilities and the sampler's padded copy.
-        found[DECODING] = work.rows * shape.vocabulary * (s.dtype_bytes + 3.0 * FLOAT32)
-    return {k: v for k, v in found.items() if v}
-
-
-def kv_cache(shape: ModelShape, work: Workload, setting: Setting) -> float:
-    """Keys and values of `rows` answers at their longest."""
-    columns = work.prompt + work.hint + work.response
-    return 2.0 * work.rows * columns * shape.layers * shape.kv_heads * shape.head_dim * setting.dtype_bytes
-
-
-def _vllm(shape: ModelShape, work: Workload, s: Setting, device_bytes: int) -> float:
-    if s.on_cpu:
-        return s.dtype_bytes * shape.parameters + kv_cache(shape, work, s)
-    return (s.vllm or 0.0) * device_bytes
+def _sampling(
+    shape: ModelShape, work: Workload, s: Setting, held: Amounts, host: Amounts, device_bytes: int
+) -> dict[str, Amounts]:
+    """The phases in which answers are sampled, and weights handed to vLLM to sample with."""
+    found = {k: v for k, v in held.items() if k != GATHERED}  # a step ends with every parameter split again
+    if s.vllm is None:
+        if work.rows:
+            found[CACHE] = kv_cache(shape, work, s)
+            # Logits, their float32 probabilities and the sampler's padded copy.
+            found[DECODING] = work.rows * shape.vocabulary * (s.dtype_bytes + 3.0 * FLOAT32)
+        return {"rollout": held | found}
+    found[VLLM] = vllm_share(shape, work, s, device_bytes)
+    if not s.on_cpu and s.vllm_sleep and OPTIMIZER in found:
+        found[OPTIMIZER] -= host[OPTIMIZER]  # the moments wait there; the master weights stay
+    found = {k: v for k, v in found.items() if v}
+    # The first of all syncs finds vLLM awake, cache and all; later ones wake the cache when the weights are there.
+    return {"sync": found | {UNDER_WAY: weights_under_way(shape, s)}, "rollout": found}

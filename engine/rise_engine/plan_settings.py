@@ -35,5 +35,6 @@ def setting_of(
         reference=reference,
         on_cpu=on_cpu,
         vllm=None if vllm is None else vllm.memory_fraction,
+        vllm_ranks=1 if vllm is None else vllm.tensor_parallel_size,
         vllm_sleep=Setting.vllm_sleep if vllm is None else vllm.sleep,
     )

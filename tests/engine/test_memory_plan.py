@@ -14,9 +14,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from rise_engine import attention
-from rise_engine.config import EngineConfig
+from rise_engine.config import EngineConfig, LoraSettings
 from rise_engine.head import install_head
-from rise_engine.memory_advice import _changes, advise
+from rise_engine.lora import add_adapters
+from rise_engine.memory_advice import _changes, advise, largest_share, vllm_starts
 from rise_engine.memory_plan import (
     ModelShape,
     Setting,
@@ -32,8 +33,10 @@ from rise_engine.packing import build, plan
 from rise_engine.plan_settings import setting_of
 from rise_engine.policy import PolicyEngine, PolicyModule
 from rise_engine.rollout.vllm_config import VllmConfig
+from rise_engine.rollout_memory import CUDA_GRAPHS, vllm_needs, vllm_rows, weights_under_way
 from rise_engine.sequences import TrainSequence
 from rise_engine.token_rows import make_rows
+from rise_engine.weights_stream import BUCKET_BYTES, buckets
 from rise_kernels.token_losses import LossSpec
 
 ROOT = Path(__file__).parents[2]
@@ -112,15 +115,18 @@ def test_models_that_cannot_be_planned_are_refused_by_name(tmp_path):
 # --- activations ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("lora", [None, 8])
 @pytest.mark.parametrize("packed, response", [(True, 50), (True, 150), (False, 50)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])
-def test_activations_are_the_bytes_that_autograd_saves(kind, dtype, packed, response):
+def test_activations_are_the_bytes_that_autograd_saves(kind, dtype, packed, response, lora):
     """Counted with hooks on everything that a forward pass saves, parameters aside, each storage once."""
     config_class, model_class = KIND[kind]
     torch.manual_seed(0)
     model = model_class(config_class(**FIELDS, tie_word_embeddings=True)).to(dtype).train()
     model.set_attn_implementation(attention.NAME if packed else "sdpa")
+    if lora:
+        add_adapters(model, LoraSettings(rank=lora))
     install_head(model, LossSpec(), 64)
     work = replace(WORK, packed=packed, response=response, several=False, micro_batch=10**6)
     sequences = [
@@ -144,9 +150,13 @@ def test_activations_are_the_bytes_that_autograd_saves(kind, dtype, packed, resp
     found = sum(size for size, _ in saved.values())
     shape = small(kind, tie_word_embeddings=True)
     b = dtype.itemsize
-    forward, _ = activations(shape, work, replace(SETTING, dtype_bytes=b))
+    forward, _ = activations(shape, work, replace(SETTING, dtype_bytes=b, lora_rank=lora))
     # Beside activations autograd holds dH and the float32 dW of the head. Rotary tables and indices are not planned.
-    planned = forward - batch.tokens * b * shape.hidden + work.scored * b * shape.hidden + 4 * shape.embedding
+    planned = forward - batch.tokens * b * shape.hidden + work.scored * b * shape.hidden
+    if lora is None:
+        planned += 4 * shape.embedding
+    else:  # the frozen embedding wants no gradient, so the first norm keeps nothing; planned all the same
+        planned -= 4 * batch.tokens * shape.hidden
     assert found == pytest.approx(planned, rel=0.03)
 
 
@@ -213,25 +223,81 @@ def test_lora_trains_adapters_and_no_head():
 def test_offloaded_state_is_on_the_host():
     shape = small()
     p = shape.parameters
-    plan = plan_memory(shape, WORK, replace(SETTING, stage=3, ranks=4, offload_optimizer=True, offload_parameters=True))
+    away = replace(SETTING, stage=3, ranks=4, offload_optimizer=True, offload_parameters=True)
+    plan = plan_memory(shape, WORK, replace(away, on_cpu=False))
     assert "optimizer" not in plan.phases["update"]
     assert "parameters" not in plan.phases["update"]
     assert plan.host["optimizer"] == 12 * p / 4
     assert plan.host["parameters"] == (4 + 4) * p / 4
+    one_memory = plan_memory(shape, WORK, away)
+    assert one_memory.host == {}
+    assert one_memory.phases["update"]["optimizer"] == 12 * p / 4
 
 
-def test_vllm_takes_its_share_only_while_it_samples_unless_it_never_sleeps():
+def test_vllm_takes_its_share_while_it_samples_and_little_of_it_asleep():
     shape = small()
     gpu = replace(SETTING, on_cpu=False, vllm=0.5)
     plan = plan_memory(shape, WORK, gpu, 10 * GIB)
-    assert plan.phases["rollout"]["vLLM"] == 5 * GIB
-    assert "optimizer" not in plan.phases["rollout"]
+    for phase in ("sync", "rollout"):
+        assert plan.phases[phase]["vLLM"] == 5 * GIB
+        assert "optimizer" not in plan.phases[phase]
     assert plan.host["optimizer"] == plan.phases["update"]["optimizer"] == 8 * shape.parameters
-    assert "vLLM" not in plan.phases["update"]
+    assert plan.phases["update"]["vLLM"] == CUDA_GRAPHS
     split = plan_memory(shape, WORK, replace(gpu, stage=2, ranks=4), 10 * GIB)  # the float32 master weights stay
     assert split.phases["rollout"]["optimizer"] == 4 * shape.parameters / 4
     assert split.host["optimizer"] == 8 * shape.parameters / 4
     assert plan_memory(shape, WORK, replace(gpu, vllm_sleep=0), 10 * GIB).phases["update"]["vLLM"] == 5 * GIB
+
+
+def test_only_its_parts_and_the_bucket_stay_of_a_zero_3_model_while_answers_are_sampled():
+    shape = small()
+    split = replace(SETTING, on_cpu=False, dtype_bytes=2, stage=3, ranks=4, vllm=0.5, bucket=1000)
+    phases = plan_memory(shape, WORK, split, 10 * GIB).phases
+    assert phases["update"]["gathered"] == 2 * shape.parameters
+    assert set(phases["rollout"]) == {"parameters", "optimizer", "DeepSpeed buffers", "vLLM"}
+    assert phases["rollout"]["DeepSpeed buffers"] == 2000
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_under_way_are_buckets_twice_under_zero_3_and_one_layer_of_vllm_elsewhere(tied):
+    """Walked through with the real buckets: gathered and copied, then the copies beside the layer that vLLM builds."""
+    shape = replace(PUBLISHED["Qwen/Qwen3-14B"], tied=tied)
+    whole = replace(SETTING, dtype_bytes=2, stage=2, ranks=8, vllm=0.5)
+    assert weights_under_way(shape, whole) == 2 * shape.embedding  # larger than 2 x 17408 x 5120
+    assert weights_under_way(shape, replace(whole, vllm_ranks=2)) == shape.embedding
+    assert weights_under_way(replace(shape, vocabulary=1000), whole) == 2 * 2 * 17408 * 5120  # gate and up as one
+    # As WeightSync walks it, a tied head under its own name too.
+    sizes = [*shape.matrices(), *([shape.embedding] if tied else [])]
+    named = [
+        (str(i), torch.nn.Parameter(torch.empty(n, dtype=torch.bfloat16, device="meta"))) for i, n in enumerate(sizes)
+    ]
+    largest = max(sum(p.nbytes for _, p in bucket) for bucket in buckets(named, BUCKET_BYTES))
+    assert weights_under_way(shape, replace(whole, stage=3)) == 2 * largest
+    narrow = replace(shape, vocabulary=1000)
+    assert weights_under_way(narrow, replace(whole, stage=3)) == 2 * (512 << 20)
+
+
+def test_merging_an_adapter_takes_four_float32_copies_of_the_largest_linear_map():
+    shape = PUBLISHED["Qwen/Qwen3-14B"]
+    lora = replace(SETTING, dtype_bytes=2, stage=2, lora_rank=32, vllm=0.5)
+    assert weights_under_way(shape, lora) == max(2 * shape.embedding, 16 * 17408 * 5120)
+
+
+def test_vllms_cache_is_what_its_share_leaves_beside_weights_graphs_and_a_prefill():
+    shape, device = PUBLISHED["Qwen/Qwen3-4B"], 80 * GIB
+    work = Workload(4096, 8192, 16, micro_batch=16384, packed=True, several=True, rows=64, hint=1024)
+    s = Setting(ranks=8, stage=2, dtype_bytes=2, checkpointing=True, head_budget=512 << 20, vllm=0.5)
+    row = 2 * 36 * 8 * 128 * 2 * 13312  # keys and values, layers, heads, their size, bfloat16, tokens
+    block = row // 13312 * 16
+    fixed = 2 * shape.parameters + CUDA_GRAPHS + 16384 * 2 * (2 * 2560 + 3 * 9728) + block
+    assert vllm_rows(shape, work, s, device) == (40 * GIB - fixed) // row == 16
+    assert vllm_needs(shape, work, s, device, rows=16) <= 40 * GIB < vllm_needs(shape, work, s, device, rows=17)
+    halved = replace(s, vllm_ranks=2)
+    less = vllm_needs(shape, work, s, device) - vllm_needs(shape, work, halved, device)
+    assert less == pytest.approx(shape.parameters + row / 2 + block / 2 + 16384 * 2 * 3 * 9728 / 2)
+    # Many rows: sampling takes more than a prefill.
+    many = vllm_needs(shape, replace(work, rows=4096), s, device) - vllm_needs(shape, work, s, device)
+    assert many == 4096 * 151_936 * 18 - 16384 * 2 * (2 * 2560 + 3 * 9728)
 
 
 def test_the_kv_cache_is_what_max_rows_answers_need():
@@ -251,9 +317,10 @@ def test_the_head_takes_its_budget_where_full_logits_would_take_nine_gib():
 def test_settings_follow_the_deepspeed_configuration_that_is_built():
     raw = {"zero_optimization": {"reduce_bucket_size": 1000, "stage3_max_live_parameters": 77}}
     config = EngineConfig(zero_stage=0, deepspeed=raw, activation_checkpointing=True)
-    gpu = setting_of(config, ranks=8, on_cpu=False, vllm=VllmConfig(memory_fraction=0.3, sleep=1))
+    shared = VllmConfig(memory_fraction=0.3, sleep=1, tensor_parallel_size=2)
+    gpu = setting_of(config, ranks=8, on_cpu=False, vllm=shared)
     assert (gpu.stage, gpu.dtype_bytes, gpu.bucket, gpu.live, gpu.overlap) == (2, 2, 1000, 77, True)
-    assert (gpu.vllm, gpu.vllm_sleep, gpu.checkpointing, gpu.ranks) == (0.3, 1, True, 8)
+    assert (gpu.vllm, gpu.vllm_sleep, gpu.vllm_ranks, gpu.checkpointing, gpu.ranks) == (0.3, 1, 2, True, 8)
     cpu = setting_of(config, ranks=1, on_cpu=True)
     assert (cpu.stage, cpu.dtype_bytes, cpu.overlap, cpu.vllm) == (0, 4, False, None)
 
@@ -287,6 +354,47 @@ def test_there_is_no_advice_where_it_fits_and_only_true_savings_elsewhere():
     assert advice
     assert all(a.saves > 0 for a in advice)
     assert "engine.zero_stage" not in [a.key for a in advice]  # one rank has nobody to share with
+
+
+def test_a_share_that_leaves_vllm_no_cache_is_raised_and_one_that_leaves_the_trainer_too_little_lowered():
+    shape, device, limit = PUBLISHED["Qwen/Qwen3-4B"], 80 * GIB, 75 * GIB
+    work = Workload(4096, 8192, 16, micro_batch=16384, packed=True, several=True, rows=64, hint=1024)
+    s = Setting(ranks=8, stage=2, dtype_bytes=2, checkpointing=True, head_budget=512 << 20, bucket=10**7, vllm=0.1)
+    assert not vllm_starts(shape, work, s, device)
+    [raised] = advise(shape, work, s, limit, device)
+    assert raised.key == "rollout.vllm.memory_fraction"
+    assert vllm_starts(shape, work, replace(s, vllm=float(raised.value)), device)
+    assert not vllm_starts(shape, work, replace(s, vllm=float(raised.value) - 0.05), device)
+    [lowered] = advise(shape, work, replace(s, vllm=0.9), limit, device)
+    assert (lowered.key, float(lowered.value)) == (raised.key, largest_share(shape, work, s, limit, device))
+    assert lowered.peak <= limit < plan_memory(shape, work, replace(s, vllm=float(lowered.value) + 0.05), device).peak
+    assert advise(shape, work, replace(s, vllm=float(lowered.value)), limit, device) == []
+
+
+def test_a_model_too_large_for_one_gpu_beside_the_trainer_is_spread_over_more():
+    shape, device, limit = PUBLISHED["Qwen/Qwen3-32B"], 80 * GIB, 75 * GIB
+    work = Workload(4096, 8192, 16, micro_batch=12288, packed=True, several=True, rows=64, hint=1024)
+    s = Setting(ranks=8, stage=3, dtype_bytes=2, checkpointing=True, head_budget=512 << 20, bucket=10**7, vllm=0.5)
+    first = advise(shape, work, s, limit, device)[0]
+    assert first.key == "rollout.vllm.tensor_parallel_size"
+    assert first.value == "2"
+    assert vllm_starts(shape, work, replace(s, vllm_ranks=2), device)
+    first = advise(shape, work, replace(s, vllm=0.2), limit, device)[0]
+    assert first.value.startswith("2 (and rollout.vllm.memory_fraction=0.")
+    share = float(first.value.partition("=")[2].rstrip(")"))
+    assert vllm_starts(shape, work, replace(s, vllm=share, vllm_ranks=2), device)
+    assert not vllm_starts(shape, work, replace(s, vllm=share - 0.05, vllm_ranks=2), device)
+    # With an odd number of ranks there is nobody to share it with.
+    assert "tensor_parallel_size" not in str(advise(shape, work, replace(s, ranks=7), limit, device))
+
+
+def test_stage_3_is_not_advised_where_every_rank_samples_with_transformers():
+    keys = [key for key, *_ in _changes(WORK, replace(SETTING, ranks=2, on_cpu=False))]
+    stages = [value for key, value, *_ in _changes(WORK, replace(SETTING, ranks=2, on_cpu=False)) if "stage" in key]
+    assert [v[0] for v in stages] == ["2"]
+    assert "engine.offload.parameters" not in keys
+    with_vllm = [v[0] for k, v, *_ in _changes(WORK, replace(SETTING, ranks=2, on_cpu=False, vllm=0.5)) if "stage" in k]
+    assert with_vllm == ["2", "3"]
 
 
 def test_offloading_is_advised_with_the_stage_that_it_needs():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -45,6 +47,37 @@ def test_advice_when_followed_gives_the_peak_that_was_promised(tiny_config):
     )
     assert after.fits
     assert after.memory.peak == pytest.approx(before.advice[-1].peak)
+
+
+GPUS = ("--ranks", "8", "--device-memory", "80")
+
+
+@pytest.mark.parametrize("recipe", sorted(Path("recipes/paper").glob("*_*.yaml")), ids=lambda path: path.stem)
+def test_the_papers_recipes_fit_the_gpus_they_are_for(recipe, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, output = run("plan", recipe, *GPUS)
+    assert code == 0
+    assert "fits: peak" in output
+    assert "…" not in output  # every heading and name of the table is whole
+    rows = int(re.search(r"room for (\d+) of 64 answers", output)[1])
+    assert rows >= 8  # fewer would decode at a crawl
+
+
+def test_a_share_too_small_for_vllm_does_not_fit_and_one_with_room_says_how_much_more_would(tiny_config):
+    big = ["model=Qwen/Qwen3-14B", "rollout.max_new_tokens=8192", "data.max_prompt_tokens=4096", "engine.zero_stage=3"]
+    big += ["engine.activation_checkpointing=true", "guidance.rollouts=8"]
+    code, output = run("plan", tiny_config(), *big, "rollout.vllm.memory_fraction=0.3", *GPUS)
+    assert code == 1
+    assert "vLLM will NOT start; peak" in output
+    assert "no room for one answer of full length" in output
+    assert "rollout.vllm.memory_fraction=0.45: peak" in output
+    code, output = run("plan", tiny_config(), *big, "rollout.vllm.memory_fraction=0.45", *GPUS)
+    assert code == 0
+    found = re.search(r"rollout\.vllm\.memory_fraction=(\S+) would fit too, with room for (\d+)", output)
+    code, output = run("plan", tiny_config(), *big, f"rollout.vllm.memory_fraction={found[1]}", *GPUS)
+    assert code == 0
+    assert f"room for {found[2]} of" in output
+    assert "would fit too" not in output
 
 
 def test_models_are_found_by_folder_by_file_and_by_published_name(tiny_config, tiny_folder, tmp_path):
