@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from ..graders.base import Message
 from .example import FieldError
 
+HALF = re.compile("[\ud800-\udfff]")
 ROLES = ("system", "user", "assistant")
 
 IMPORTANCE = {"critical": 1.0, "essential": 1.0, "important": 0.7, "nice_to_have": 0.3, "optional": 0.3}
@@ -35,6 +37,22 @@ def decode(value: Any) -> Any:
         except json.JSONDecodeError:
             return value
     return value
+
+
+def refuse_half_characters(value: Any, field: str = "") -> None:
+    """FieldError for text, however deep inside the value, that has no UTF-8: half of a surrogate pair, as JSON writers
+    leave behind that cut text in the middle of an emoji. No tokenizer takes it, and no file.
+    """
+    decoded = decode(value)
+    if isinstance(decoded, Mapping):
+        for key, entry in decoded.items():
+            refuse_half_characters(entry, f"{field}.{key}" if field else str(key))
+    elif isinstance(decoded, list):
+        for i, entry in enumerate(decoded):
+            refuse_half_characters(entry, f"{field}[{i}]")
+    elif isinstance(decoded, str) and (half := HALF.search(decoded)):
+        around = decoded[max(half.start() - 20, 0) : half.start() + 20]
+        raise FieldError(field, f"expected text with whole characters, found half of a surrogate pair in {around!r}")
 
 
 def as_object(value: Any, field: str) -> Mapping[str, Any]:
@@ -103,8 +121,10 @@ def as_messages(value: Any, field: str) -> tuple[Message, ...]:
     decoded = decode(value)
     if isinstance(value, str) and not _is_chat(decoded):
         return ({"role": "user", "content": as_text(value, field)},)
+    if not isinstance(decoded, list) or not decoded:
+        raise FieldError(field, f"expected text or a non-empty list of messages, found {show(value)}")
     messages = []
-    for i, message in enumerate(as_list(decoded, field)):
+    for i, message in enumerate(decoded):
         at = f"{field}[{i}]"
         entry = as_object(message, at)
         role, content = entry.get("role"), entry.get("content")

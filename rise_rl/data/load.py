@@ -8,7 +8,7 @@ from os import PathLike, fspath
 
 from . import graded, ifeval, rubrichub  # noqa: F401  (importing a format registers it)
 from .example import DataError, Example, FieldError
-from .fields import show
+from .fields import refuse_half_characters, show
 from .formats import parse_row
 from .reading import read_rows
 
@@ -27,6 +27,7 @@ def iter_examples(source: str | PathLike[str]) -> Iterator[Example | DataError]:
                 raise row
             if not isinstance(row, Mapping):
                 raise FieldError("", f"expected an object, found {show(row)}")
+            refuse_half_characters(row)
             example = parse_row(row)
         except FieldError as error:
             yield DataError(error.message, file=source, row=number, field=error.field)

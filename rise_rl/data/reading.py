@@ -27,11 +27,7 @@ def read_rows(source: str) -> Iterator[Numbered]:
             raise DataError(f"expected a file ending in {', '.join(_READERS)}, found {path.name}", file=source)
         if not path.is_file():
             raise DataError("no such file", file=source)
-        try:
-            yield from _READERS[path.suffix](path)
-        except UnicodeDecodeError as error:
-            message = f"expected UTF-8 text, found {error.reason} at byte {error.start}"
-            raise DataError(message, file=source) from None
+        yield from _READERS[path.suffix](path)
     elif hub := _HUB_ID.fullmatch(source):
         yield from _hub(source, hub["name"], hub["split"] or "train")
     else:
@@ -52,19 +48,19 @@ def data_hash(source: str) -> str:
 
 
 def _json_lines(path: Path) -> Iterator[Numbered]:
-    with path.open(encoding="utf-8-sig") as file:
+    with path.open(encoding="utf-8-sig", errors="surrogateescape") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
-                yield number, _loads(line)
+                yield number, _not_utf8(line) or _loads(line.strip())
 
 
 def _json(path: Path) -> Iterator[Numbered]:
     """One array of rows; many files of this name hold JSON lines, which is told by the first character."""
-    text = path.read_text(encoding="utf-8-sig")
+    text = path.read_text(encoding="utf-8-sig", errors="surrogateescape")
     if not text.lstrip().startswith("["):
         yield from _json_lines(path)
         return
-    rows = _loads(text)
+    rows = _not_utf8(text) or _loads(text)
     if isinstance(rows, FieldError):
         raise DataError(rows.message, file=str(path))
     yield from enumerate(rows, start=1)
@@ -74,9 +70,18 @@ def _loads(text: str) -> Any | FieldError:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        return FieldError(
-            "", f"expected JSON, found an error at line {error.lineno}, column {error.colno}: {error.msg}"
-        )
+        line = f"line {error.lineno}, " if "\n" in text else ""
+        return FieldError("", f"expected JSON, found an error at {line}column {error.colno}: {error.msg}")
+
+
+def _not_utf8(text: str) -> FieldError | None:
+    """What is wrong with text that was read with errors="surrogateescape", so that one bad byte costs one row."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        byte = ord(text[error.start]) - 0xDC00
+        return FieldError("", f"expected UTF-8 text, found byte 0x{byte:02x} after {text[: error.start][-20:]!r}")
+    return None
 
 
 def _parquet(path: Path) -> Iterator[Numbered]:
@@ -95,9 +100,11 @@ def _parquet(path: Path) -> Iterator[Numbered]:
 
 def _csv(path: Path) -> Iterator[Numbered]:
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
-    with path.open(encoding="utf-8-sig", newline="") as file:
+    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         for number, row in enumerate(csv.DictReader(file), start=1):
-            if None in row:
+            if error := _not_utf8("".join(str(value) for value in row.values())):
+                yield number, error
+            elif None in row:
                 yield number, FieldError("", f"expected {len(row) - 1} cells, found {len(row[None]) + len(row) - 1}")
             else:
                 yield number, {key: value or None for key, value in row.items()}

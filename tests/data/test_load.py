@@ -134,12 +134,15 @@ def test_an_error_names_file_row_and_field(tmp_path):
 @pytest.mark.parametrize(
     "name, content, place, reason",
     [
-        ("a.jsonl", b'{"prompt": 1', "row 1", "expected JSON"),
+        ("a.jsonl", b'{"prompt": 1\r\n{}', "row 1", "expected JSON, found an error at column 13: Expecting ','"),
+        ("a.jsonl", '{"prompt": "Caf\u00e9"}'.encode("latin-1"), "row 1", "UTF-8 text, found byte 0xe9 after .*Caf'"),
+        ("a.csv", "prompt,rubrics\nCaf\u00e9,a\n".encode("latin-1"), "row 1", "UTF-8 text, found byte 0xe9"),
         ("a.jsonl", b"[1]", "row 1", "expected an object"),
         ("a.jsonl", b'{"text": "hi"}', "row 1", "known format"),
         ("a.jsonl", b"\xff\xfe{", "a.jsonl", "UTF-8"),
         ("a.jsonl", b"\n", "a.jsonl", "at least one row"),
         ("a.json", b"[{]", "a.json", "expected JSON"),
+        ("a.json", b'["\xff"]', "a.json", "UTF-8 text, found byte 0xff"),
         ("a.parquet", b"PAR0", "a.parquet", "expected a parquet file"),
         ("a.csv", b"prompt,rubrics\na,b,c\n", "row 1", "expected 2 cells, found 3"),
         ("a.txt", b"hi", "a.txt", "ending in .jsonl"),
@@ -151,6 +154,43 @@ def test_files_that_cannot_be_read_say_why(name, content, place, reason, tmp_pat
         (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=f"{place}.*{reason}"):
         load_examples(tmp_path / name)
+
+
+def test_a_bad_byte_costs_its_own_row_only(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\n".join([json.dumps(ROW).encode(), b'{"prompt": "\xe9"}', json.dumps(another()).encode()]))
+    report = data_report(path)
+    assert (report.rows, [error.row for error in report.bad]) == (3, [2])
+
+
+HALF = "smile \ud83d"
+
+
+@pytest.mark.parametrize(
+    "changes, field",
+    [
+        ({"prompt": HALF}, "prompt"),
+        ({"prompt": [{"role": "user", "content": HALF}]}, "prompt[0].content"),
+        ({"prompt": json.dumps([{"role": "user", "content": HALF}])}, "prompt[0].content"),
+        ({"id": HALF}, "id"),
+        ({"reward_model": {"rubrics": [{"criterion": HALF, "points": 1}]}}, "reward_model.rubrics[0].criterion"),
+        (
+            {"reward_model": {"rubrics": [{"criterion": "a", "points": 1, "tags": {"topic": HALF}}]}},
+            "reward_model.rubrics[0].tags.topic",
+        ),
+    ],
+)
+def test_text_that_no_tokenizer_takes_is_a_bad_row(changes, field, tmp_path):
+    [error] = data_report(write(tmp_path / "a.jsonl", another(**changes))).bad
+    assert error.field == field
+    assert "half of a surrogate pair in 'smile \\ud83d'" in str(error)
+
+
+def test_a_whole_surrogate_pair_is_one_character(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(another("smile \U0001f600"), ensure_ascii=True))
+    assert "\\ud83d" in path.read_text()
+    assert load_examples(path)[0].messages[0]["content"] == "smile \U0001f600"
 
 
 def test_a_source_that_is_neither_file_nor_hub_id_is_an_error():
@@ -192,7 +232,7 @@ def test_the_report_counts_what_is_there_and_lists_every_bad_row(tmp_path):
         "criteria: 6 (2.0 a row); weights -2 to 5, median 1.5, 50% negative",
         "longest prompt: 91 characters, 45 tokens (long)",
         "prompts over 40 tokens: 1, such as long (45)",
-        "bad row 4: prompt: expected a non-empty list, found None",
+        "bad row 4: prompt: expected text or a non-empty list of messages, found None",
     ):
         assert line in text.splitlines()
     assert "bad rows 2, 5-6: expected a row of a known format" in text

@@ -119,6 +119,11 @@ def test_null_and_nan_parameters_are_padding():
         ({"function": "rise:max_words", "parameters": {"num_words": 2.5}}, "parameters.num_words", "2.5"),
         ({"function": "rise:max_words", "parameters": {"num_words": 0}}, "parameters.num_words", "greater than"),
         ({"function": "rise:max_words", "parameters": {"num_words": 2, "x": 1}}, "parameters.x", "takes num_words"),
+        (
+            {"function": "rise:max_words", "parameters": {"num_word": 2}},
+            "parameters.num_word",
+            "Unknown parameter; found 2",
+        ),
         ({"function": "rise:max_words", "parameters": [1]}, "parameters", "expected an object"),
         ({"function": "keywords:existence", "parameters": {"keywords": []}}, "parameters.keywords", "at least 1"),
         ({"function": "keywords:existence", "parameters": {"keywords": ["a", 3]}}, "parameters.keywords.1", "string"),

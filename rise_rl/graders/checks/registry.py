@@ -36,12 +36,13 @@ class Check:
         try:
             model = self.parameters.model_validate(given)
         except ValidationError as error:
-            first = error.errors()[0]
+            # A misspelt name is what is wrong, not that the right one is missing.
+            first = min(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
             path = ".".join(["parameters", *(str(part) for part in first["loc"])])
             known = ", ".join(self.parameters.model_fields) or "none"
             found = "nothing" if first["type"] == "missing" else repr(first["input"])
-            message = f"{first['msg']}; found {found} ({self.name} takes {known})"
-            raise CheckError(path, message) from None
+            wrong = "Unknown parameter" if first["type"] == "extra_forbidden" else first["msg"]
+            raise CheckError(path, f"{wrong}; found {found} ({self.name} takes {known})") from None
         return {name: getattr(model, name) for name in type(model).model_fields}
 
     def describe(self, raw: Mapping[str, Any]) -> str:
