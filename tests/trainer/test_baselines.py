@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-
 from rich.console import Console
-import rise_rl.trainer
+
 import rise_rl.config
 import rise_rl.inference
+import rise_rl.trainer
 from rise_engine.prompts import render_prompt
 from rise_engine.rollout.transformers import TransformersRollout
 from rise_rl.config import ConfigError
