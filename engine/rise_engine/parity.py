@@ -27,11 +27,11 @@ PROBE_TEMPERATURE = 2.0
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 """Nats, on average over the probe's tokens.
 
-float32: sums in another order, measured 2e-5 on a whole answer of a 135M model; several times that is still far below any
-fault. bfloat16: engine and trainer round hidden states differently, and the engine rounds its logits: one of size 16 to
-32 by up to 1/16, which is 1/32 on average and, divided by the probe's temperature, 1/64. Measured with a 135M model of
-30 layers and logits up to 29: 0.021, and 0.10 at most. Twice that for logits twice as large, and twice again for deeper
-models and other kernels. Log-probs of untempered samples differ by 2.2 there.
+float32: sums in another order, measured 2e-5 on a whole answer of a 135M model; several times that is still far below
+any fault. bfloat16: engine and trainer round hidden states differently, and the engine rounds its logits: one of size
+16 to 32 by up to 1/16, which is 1/32 on average and, divided by the probe's temperature, 1/64. Measured with a 135M
+model of 30 layers and logits up to 29: 0.021, and 0.10 at most. Twice that for logits twice as large, and twice again
+for deeper models and other kernels. Log-probs of untempered samples differ by 2.2 there.
 """
 LARGEST = 10
 """A single token may differ by so many times the tolerance: 1e-3 in float32, 1 in bfloat16, where a token far down
