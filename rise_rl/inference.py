@@ -96,7 +96,7 @@ def export_run(run: Path, folder: Path, *, best: bool) -> Path:
         if store.best() is None:
             raise RunFolderError(f"{run}: no best model; it is kept when the run evaluates on held-out prompts")
         with new_folder(folder) as aside:
-            for path in (store.folder / "best").iterdir():
+            for path in store.best_folder().iterdir():
                 shutil.copyfile(path, aside / path.name)
         return folder
     if store.latest() is None:

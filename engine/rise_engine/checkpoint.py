@@ -23,7 +23,9 @@ __all__ = ["CheckpointError", "CheckpointStore"]
 class CheckpointStore:
     """`folder`/step-00000012/ for exact resume, `folder`/best/ a plain transformers folder with best.json in it.
 
-    There is no pointer file to go stale: the latest checkpoint is the complete one of the highest step.
+    There is no pointer file to go stale: the latest checkpoint is the complete one of the highest step. A new best
+    model is `folder`/best-ahead/ until a checkpoint is saved: a run that dies before that goes back to the last
+    checkpoint, and to the best model of then.
     """
 
     def __init__(self, folder: Path, keep: int = 2) -> None:
@@ -65,9 +67,10 @@ class CheckpointStore:
         target = self.path(policy.step)
         if agreement.once(target.exists):
             agreement.once(read_index, target)
-            return target
-        _save(target, self.latest, policy.save)
-        agreement.once(self._retire)
+        else:
+            _save(target, self.latest, policy.save)
+            agreement.once(self._retire)
+        agreement.once(self._settle_best)
         return target
 
     def _retire(self) -> None:
@@ -75,25 +78,39 @@ class CheckpointStore:
             shutil.rmtree(self.path(step), ignore_errors=True)
 
     def save_best(self, policy: PolicyEngine, record: Mapping[str, Any]) -> Path:
-        """Collective. Replaces the best model; `record` says why it is the best."""
-        target = self.folder / "best"
+        """Collective. Replaces the best model; `record` says why it is the best, and its `step`."""
+        target = self.folder / "best-ahead"
 
         def write(folder: Path) -> None:
             write_model(policy, folder)
             agreement.once((folder / "best.json").write_text, json.dumps(dict(record), indent=1))
 
-        _save(target, lambda: target if target.exists() else None, write)
+        _save(target, lambda: found if (found := self.best_folder()).exists() else None, write)
         return target
 
     def forget_best_after(self, step: int) -> None:
-        """Removes a best model that a resumed run has not reached yet: it will come again, or a better one will."""
+        """Back to the best model of the checkpoint that a run resumes from. Removes one that it has not reached yet: it
+        will come again, or a better one will.
+        """
         best = self.best()
         if best is not None and best["step"] > step:
-            shutil.rmtree(self.folder / "best")
+            shutil.rmtree(self.best_folder())
+        self._settle_best()
 
     def best(self) -> dict[str, Any] | None:
-        path = self.folder / "best" / "best.json"
+        path = self.best_folder() / "best.json"
         return json.loads(path.read_text()) if path.exists() else None
+
+    def best_folder(self) -> Path:
+        ahead = self.folder / "best-ahead"
+        return ahead if ahead.exists() else self.folder / "best"
+
+    def _settle_best(self) -> None:
+        """After a kill in between, `best_folder` is still the new one."""
+        ahead = self.folder / "best-ahead"
+        if ahead.exists():
+            shutil.rmtree(self.folder / "best", ignore_errors=True)
+            ahead.rename(self.folder / "best")
 
 
 def _save(target: Path, standing: Callable[[], Path | None], write: Callable[[Path], None]) -> None:

@@ -195,11 +195,11 @@ def finish(axes: Axes, run: RunData) -> None:
 
 
 def step_axis(axes: Axes, steps: Sequence[int]) -> tuple[int, int]:
-    """The x axis of optimizer steps; returns the first and the last."""
+    """The x axis of steps; returns the first and the last."""
     first, last = min(steps, default=0), max(steps, default=0)
     margin = max(0.6, 0.015 * (last - first))
     axes.set_xlim(first - margin, last + margin)
-    axes.set_xlabel("optimizer step")
+    axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, steps=[1, 2, 5, 10], min_n_ticks=1))
     return first, last
 
@@ -312,7 +312,7 @@ def _draw_side(axes: Axes, heat: HeatMap, topics: Sequence[tuple[str, list[Row]]
     every = math.ceil(len(heat.steps) / 12)
     shown = range(0, len(heat.steps), every)
     axes.set_xticks(list(shown), [str(heat.steps[c]) for c in shown], fontsize=8.5)
-    axes.set_xlabel("optimizer step of the evaluation", fontsize=9)
+    axes.set_xlabel("step of the evaluation", fontsize=9)
     axes.tick_params(length=0)
     axes.grid(visible=False)
     axes.spines[:].set_visible(False)

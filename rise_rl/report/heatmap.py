@@ -45,10 +45,9 @@ class HeatMap:
         return [row for row in self.rows if row.share(step) == 1]
 
     def woken(self, first: int, last: int) -> tuple[int, int]:
-        """Of the criteria never met at evaluation `first`: (how many are met at `last`, how many there are)."""
-        never = self.never_met(first)
-        shares = [row.share(last) for row in never]
-        return sum(share is not None and share < 1 for share in shares), len(never)
+        """Of the criteria never met at evaluation `first` and judged at `last`: (how many are met there, how many)."""
+        shares = [share for row in self.never_met(first) if (share := row.share(last)) is not None]
+        return sum(share < 1 for share in shares), len(shares)
 
     def most_missed(self, limit: int) -> HeatMap:
         """At most `limit` rows: those of most |weight| times failures at the first evaluation, in the same order."""

@@ -102,9 +102,20 @@ def test_the_best_model_is_replaced_whole(tiny_folder, tmp_path):
     policy.train_step(a_step(), temperature=1.0)
     store.save_best(policy, {"step": 1, "reward": 0.5})
     assert store.best() == {"step": 1, "reward": 0.5}
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "best")
+    again = AutoModelForCausalLM.from_pretrained(store.best_folder())
     assert torch.equal(again.model.norm.weight, policy.model.base_model.norm.weight)
-    assert [p.name for p in tmp_path.iterdir()] == ["best"]
+    assert [p.name for p in tmp_path.iterdir()] == ["best-ahead"]
+    store.save(policy)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["best", store.path(policy.step).name]
+    assert store.best() == {"step": 1, "reward": 0.5}
+    store.save_best(policy, {"step": 2, "reward": 0.75})
+    assert store.best() == {"step": 2, "reward": 0.75}
+    store.forget_best_after(1)  # its checkpoint was never saved
+    assert store.best() == {"step": 1, "reward": 0.5}
+    store.save_best(policy, {"step": 1, "reward": 0.8})
+    store.forget_best_after(1)  # killed between checkpoint and renaming
+    assert json.loads((tmp_path / "best" / "best.json").read_text()) == {"step": 1, "reward": 0.8}
+    assert not (tmp_path / "best-ahead").exists()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -312,5 +323,5 @@ def test_a_disk_that_fills_up_while_saving_leaves_the_last_checkpoint(tiny_folde
     assert done.returncode == 0, done.stderr
     assert "step-00000001: could not be saved" in done.stdout
     assert "step-00000000 is intact" in done.stdout
-    assert "best: could not be saved" in done.stdout
+    assert "best-ahead: could not be saved" in done.stdout
     assert lines[-2:] == ["['step-00000000']", "step 0"]

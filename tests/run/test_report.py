@@ -86,7 +86,7 @@ def test_every_panel_is_there_and_is_well_formed(full):
     _, html, _ = full
     panels = svgs(html)
     names = ["reward", "gap", "entropy", "kept", "grad norm", "length", "truncated"]
-    assert list(panels) == [*(f"{name} by optimizer step" for name in names), "step time by phase"]
+    assert list(panels) == [*(f"{name} by step" for name in names), "step time by phase"]
     for svg in panels.values():
         assert "viewBox" in svg.attrib
         assert "width" not in svg.attrib
@@ -237,7 +237,7 @@ def test_runs_that_lack_something(tmp_path, kw, present, absent):
         assert text in page.text
     for text in absent:
         assert text not in page.text
-    assert ("reward by optimizer step" in svgs(html)) == (kw["steps"] > 0)
+    assert ("reward by step" in svgs(html)) == (kw["steps"] > 0)
     if kw["steps"] <= 1:
         assert write_figures(tmp_path / "run", tmp_path / "figures")[0].stat().st_size > 5_000
 
