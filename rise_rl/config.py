@@ -5,7 +5,6 @@ Every key is described here once; docs/config.md is generated from it (`python -
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -19,6 +18,7 @@ from rise_engine.config import EngineConfig
 from rise_engine.rollout.vllm_config import VllmConfig
 from rise_kernels.token_losses import GuideKind, KlEstimator
 
+from .config_errors import explain
 from .errors import RiseError
 from .graders.judge_config import JudgeConfig
 from .guidance import TEMPLATES
@@ -34,7 +34,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
 
 Positive = Annotated[int, Field(ge=1)]
@@ -43,7 +43,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 
 class DataConfig(Section):
     train: str = Field(description="Training prompts: a file (.jsonl, .json, .parquet, .csv) or a hub id.")
-    heldout: str | None = Field(None, description="Held-out prompts for evaluation; never trained on.")
+    heldout: str | None = Field(None, description="Held-out prompts for evaluation; none may be in data.train.")
     max_prompt_tokens: Positive = Field(4096, description="Longest prompt, in tokens, chat template included.")
     overlong_prompt: Literal["error", "drop"] = Field(
         "error", description="What to do with a longer prompt: stop with a message, or drop and count it."
@@ -233,7 +233,7 @@ class CheckpointConfig(Section):
 class RunConfig(Section):
     """What every kind of run has."""
 
-    name: str = Field(description="Name of the run.", pattern=r"^[\w.-]+$")
+    name: str = Field(description="Name of the run.", pattern=r"^\w[\w.-]*$")
     model: str = Field(description="A fetched name (smollm2-135m), a local folder, or a hub id.")
     seed: int = Field(0, description="Every random choice derives from it.")
     output: str = Field("runs", description="Folder that run folders are made in.")
@@ -320,8 +320,7 @@ def load_as(model: type[Model], path: Path | None, overrides: Sequence[str]) -> 
     try:
         return model.model_validate(raw)
     except ValidationError as error:
-        mistakes = [_explain(model, e) for e in error.errors()]
-        raise ConfigError("\n".join([f"{path or 'overrides'}:", *mistakes])) from error
+        raise ConfigError("\n".join([f"{path or 'overrides'}:", *explain(model, error)])) from error
 
 
 def dump_config(config: RunConfig) -> str:
@@ -355,26 +354,3 @@ def _as_dotlist(overrides: Sequence[str]) -> list[str]:
         if "=" not in item:
             raise ConfigError(f"override {item!r}: expected key=value")
     return list(overrides)
-
-
-def _explain(model: type[BaseModel], error: Any) -> str:
-    location = [part for part in error["loc"] if not (isinstance(part, str) and part.startswith("constrained"))]
-    key = ".".join(str(part) for part in location) or "configuration"
-    if error["type"] != "extra_forbidden":
-        found = "" if error["type"] == "missing" else f" (found {error['input']!r})"
-        return f"  {key}: {error['msg'].removeprefix('Value error, ')}{found if len(found) < 200 else ''}"
-    siblings = _fields_at(model, location[:-1])
-    close = difflib.get_close_matches(str(location[-1]), siblings, n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]!r}?" if close else f"valid keys here: {', '.join(sorted(siblings))}"
-    return f"  {key}: unknown key; {hint}"
-
-
-def _fields_at(model: type[BaseModel], location: Sequence[Any]) -> list[str]:
-    for part in location:
-        annotation = model.model_fields[part].annotation
-        options = [annotation, *getattr(annotation, "__args__", ())]
-        nested = next((o for o in options if isinstance(o, type) and issubclass(o, BaseModel)), None)
-        if nested is None:
-            return []
-        model = nested
-    return list(model.model_fields)

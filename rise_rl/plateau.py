@@ -30,7 +30,7 @@ class PlateauRule(BaseModel):
     `tolerance`, for `window` steps. The same gaps give the same answer online and afterwards.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
     window: int = Field(20, ge=1, description="Steps without a new peak or low of the smoothed gap that end guidance.")
     tolerance: float = Field(0.01, ge=0, description="Smallest change of the smoothed gap that counts, in reward.")

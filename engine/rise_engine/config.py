@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
 
 class OffloadConfig(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     optimizer: bool = Field(
         False, description="Keep the optimizer's state in host memory (ZeRO 1-3, DeepSpeedCPUAdam)."
@@ -23,7 +25,7 @@ class OffloadConfig(BaseModel):
 
 
 class LoraSettings(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     rank: int = Field(32, gt=0, description="Rank of the two factors.")
     alpha: int = Field(64, gt=0, description="The product of the factors is scaled by alpha / rank.")
@@ -37,7 +39,7 @@ class LoraSettings(BaseModel):
 class EngineConfig(BaseModel):
     """How the policy is held, trained and split. Only the optimizer's keys and `lora` change what is computed."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
@@ -53,7 +55,7 @@ class EngineConfig(BaseModel):
     lr: float = Field(1e-6, ge=0, description="Learning rate after warm-up; constant from there.")
     warmup_steps: int = Field(10, ge=0, description="Steps over which the rate rises linearly from lr/warmup_steps.")
     weight_decay: float = Field(0.1, ge=0, description="AdamW's decoupled weight decay; norms and biases have none.")
-    betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW's betas.")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.999), description="AdamW's betas.")
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
     clip_norm: float = Field(1.0, ge=0, description="Global gradient norm above which gradients are scaled; 0: never.")
     activation_checkpointing: bool = Field(

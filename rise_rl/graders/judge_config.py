@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 
 class JudgeConfig(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     model: str = Field("openai/gpt-oss-120b", min_length=1, description="The judge's name as its server knows it.")
     base_urls: tuple[str, ...] = Field(
@@ -51,6 +52,17 @@ class JudgeConfig(BaseModel):
         16, ge=1, description="Responses with calls that fail for good, no call succeeding, before the run stops."
     )
     cache_dir: Path | None = Field(None, description="Folder of the verdict cache; null: no cache.")
+
+    @field_validator("base_urls")
+    @classmethod
+    def _with_scheme(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        for url in urls:
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.netloc:
+                raise ValueError(
+                    "expected addresses that begin with http:// or https://, such as http://localhost:8000/v1"
+                )
+        return urls
 
     @model_validator(mode="after")
     def _consistent(self) -> JudgeConfig:

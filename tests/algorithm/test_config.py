@@ -49,6 +49,31 @@ def test_overrides_and_round_trip(config_file, tmp_path):
         ("guidance={coupled: true, drop_truncated: true}", r"guidance: drop_truncated .* no filter"),
         ("grpo.overlong_buffer=9000", r"grpo\.overlong_buffer \(9000\) is longer than rollout\.max_new_tokens"),
         ("steps", r"override 'steps': expected key=value"),
+        (
+            "judge.base_urls=[localhost:8000]",
+            r"judge\.base_urls: expected addresses that begin with http://.*'localhost:8000'",
+        ),
+        ("judge.base_urls=['http://']", r"judge\.base_urls: expected addresses"),
+        ("guidance.criteria=0", r"  guidance\.criteria: .*equal to 1, or 'all' \(found 0\)$"),
+        (
+            "guidance.remove_at=later",
+            r"  guidance\.remove_at: Input should be 'never' or 'plateau', or .*integer.*'later'\)$",
+        ),
+        ("guidance=5", r"  guidance: Input should be keys and values \(found 5\)$"),
+        ("judge=yes", r"  judge: Input should be keys and values \(found True\)$"),
+        ("engine.zero_stage=7", r"  engine\.zero_stage: Input should be 0, 1, 2 or 3 \(found 7\)$"),
+        ("rollout.top_k=5", r"subset_sampling: true to have it so$"),
+        ("engine.lora={rnk: 1}", r"  engine\.lora\.rnk: unknown key; did you mean 'rank'\?$"),
+        ("grpo={group_size: 1, clip_low: 2}", r"  grpo\.group_size: .*\(found 1\)\n  grpo\.clip_low: .*\(found 2\)$"),
+        ("engine.betas=[0.9,1.5]", r"  engine\.betas\.1: Input should be less than 1 \(found 1\.5\)$"),
+        *(
+            (f"{key}=.inf", rf"{key}: Input should be a finite number")
+            for key in (
+                *("engine.lr", "rollout.temperature", "guidance.plateau.tolerance", "judge.timeout_s"),
+                *("engine.timeout_minutes", "guidance.gain_max"),
+            )
+        ),
+        *((f"name={name}", "name: String should match") for name in (".", "..", ".hidden", "a/b")),
     ],
 )
 def test_mistakes_name_the_key_and_what_was_expected(config_file, override, message):

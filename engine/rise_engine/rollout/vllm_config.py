@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 class VllmConfig(BaseModel):
     """On a CPU there is no memory to hand back and forth: the cache is as large as `max_rows` answers need."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     memory_fraction: float = Field(
         0.5, gt=0, lt=1, description="Share of a GPU's memory for vLLM's weights and cache while it is awake."
