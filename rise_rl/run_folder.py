@@ -50,6 +50,7 @@ class RunFolder:
         self._last_step: dict[str, int] = {}
         self._resumed_after: int | None = None
         self._sent_until = self._evaluated_until = -1
+        self._config_due = False
 
     # --- opening ---------------------------------------------------------------------------------------------------
 
@@ -84,7 +85,8 @@ class RunFolder:
     @classmethod
     def resume(cls, path: str | Path, config: RunConfig) -> RunFolder:
         """An existing run, to go on with; nothing is written before `truncate_after`. Raises RunFolderError if there is
-        no run. The configuration may differ from the run's own: the manifest then says where.
+        no run, or other data. The configuration may differ from the run's own: the manifest then says where, and
+        config.yaml becomes the new one with the first line that is logged under it.
         """
         check_trackers(config.trackers)
         run = cls(path, config)
@@ -96,28 +98,35 @@ class RunFolder:
     @contextmanager
     def exclusive(self) -> Iterator[None]:
         """One process at a time; the lock goes with the process, however it ends. RunFolderError if it is taken."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(self.path.with_name(f".{self.path.name}.lock"))
         try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             lock.acquire(timeout=0)
         except Timeout as error:
             raise RunFolderError(f"{self.path}: another process is writing this run") from error
+        except OSError as error:
+            raise RunFolderError(f"output: no run can be written in {self.path.parent} ({error.strerror})") from error
         try:
             yield
         finally:
             lock.release()
 
     def _check_same_data(self, config: RunConfig) -> None:
-        """The batch of a step is a function of the data: other prompts would make another run of it."""
+        """The batch of a step is a function of the data, and the best model is the best on one held-out cohort."""
         try:
-            before = self.manifest()["data"]["train"]["sha256"]
+            before = self.manifest()["data"]
         except RunFolderError:  # killed between config.yaml and manifest.json
             return
-        now_there = data_source(config.data.train)
-        if now_there is not None and now_there["sha256"] != before:
-            raise RunFolderError(
-                f"{self.path}: {config.data.train} is not the file the run began with; restore it, or start another run"
-            )
+        for key in ("train", "heldout"):
+            source = getattr(config.data, key)
+            then, here = before.get(key), data_source(source)
+            # A file is its content, wherever it lies; a hub id is its name.
+            same = "sha256" if then and then["sha256"] else "source"
+            if then and here and then[same] != here[same]:
+                raise RunFolderError(
+                    f"{self.path}: data.{key}: {source} is not the data the run began with ({then['source']}); restore "
+                    "it, or start another run"
+                )
 
     def truncate_after(self, step: int) -> None:
         """Drops what was logged after the checkpoint of step `step` that the run resumes from, whole or half-written.
@@ -147,7 +156,7 @@ class RunFolder:
             manifest = self.manifest()
         except RunFolderError:  # killed between config.yaml and manifest.json
             manifest = make_manifest(config) | {"resumes": []}
-        changed = changed_keys(self.config(), yaml.safe_load(dump_config(config)))
+        manifest["data"]["heldout"] = manifest["data"].get("heldout") or data_source(config.data.heldout)
         entry = {
             "time": now(),
             "after_step": step,
@@ -156,12 +165,16 @@ class RunFolder:
             "code": code_revision(),
             "versions": versions(),
         }
-        manifest["resumes"].append(entry | {"config_changes": changed})
+        manifest["resumes"].append(entry | {"config_changes": self.config_changes()})
         self._resumed_after = step
         self._sent_until = max(r["logged_until"] for r in manifest["resumes"]) or -1
         self._evaluated_until = max(r.get("evaluated_until", r["logged_until"]) for r in manifest["resumes"])
         self._write_manifest(manifest)
-        write_aside(self.path / "config.yaml", dump_config(config))
+        self._config_due = True
+
+    def config_changes(self) -> dict[str, Any]:
+        """{dotted key: [before, after]} of a resumed run: its own configuration, and the one it goes on with."""
+        return changed_keys(self.config(), plain(self._writable()))
 
     def __enter__(self) -> RunFolder:
         config = self._writable()
@@ -171,7 +184,7 @@ class RunFolder:
             self.path,
             name=config.name,
             run_id=f"{config.name}-{started[:14]}",
-            config=self.config(),
+            config=plain(config),
             resumed_after=self._resumed_after,
             sent_until=self._sent_until,
             evaluated_until=self._evaluated_until,
@@ -208,6 +221,9 @@ class RunFolder:
         if step <= self._last_step[file]:
             raise ValueError(f"{file}: step {step} after step {self._last_step[file]}; a step is logged once")
         row = finite({name: values.get(name) for name in known})
+        if self._config_due:
+            write_aside(self.path / "config.yaml", dump_config(self._writable()))
+            self._config_due = False
         append_line(path, to_line(row))
         self._last_step[file] = step
         for tracker in self._trackers:
@@ -328,6 +344,11 @@ def _cannot_write(path: Path, error: OSError) -> RunFolderError:
     return RunFolderError(
         f"{path}: cannot be written ({error.strerror}). What was saved before stands: mend it and go on with --resume"
     )
+
+
+def plain(config: RunConfig) -> dict[str, Any]:
+    """The configuration as `RunFolder.config` reads it back."""
+    return yaml.safe_load(dump_config(config))
 
 
 def changed_keys(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -219,10 +219,36 @@ def test_a_resume_is_recorded_with_what_changed(tmp_path):
         "engine.lr": [config().engine.lr, 5e-6],
         "rollout.temperature": [1.0, 0.7],
     }
+    assert run.config()["steps"] == 10  # no line was logged under the new one
+    run.log_metrics({"step": 4})
     assert run.config()["steps"] == 20
     RunFolder.resume(tmp_path / "run", changed).truncate_after(2)
     assert [e["after_step"] for e in run.manifest()["resumes"]] == [3, 2]
     assert run.manifest()["resumes"][1]["config_changes"] == {}
+
+
+@pytest.mark.parametrize("key", ["train", "heldout"])
+def test_other_data_is_another_run(tmp_path, key):
+    data = {name: str(tmp_path / f"{name}.jsonl") for name in ("train", "heldout")}
+    for path in data.values():
+        Path(path).write_text(path)
+    RunFolder.create(tmp_path / "run", config(data=data))
+    Path(data[key]).rename(tmp_path / "moved.jsonl")
+    data[key] = str(tmp_path / "moved.jsonl")
+    RunFolder.resume(tmp_path / "run", config(data=data))
+    Path(data[key]).write_text("other")
+    with pytest.raises(RunFolderError, match=rf"data\.{key}: .*moved\.jsonl is not the data the run began with"):
+        RunFolder.resume(tmp_path / "run", config(data=data))
+    with pytest.raises(RunFolderError, match=rf"data\.{key}: owner/rubrics is not the data"):
+        RunFolder.resume(tmp_path / "run", config(data=data | {key: "owner/rubrics"}))
+
+
+def test_a_held_out_file_that_a_resume_adds_is_the_runs_from_then_on(tmp_path):
+    RunFolder.create(tmp_path / "run", config())
+    RunFolder.resume(tmp_path / "run", config(data={"train": "train.jsonl", "heldout": "owner/a"})).truncate_after(0)
+    RunFolder.resume(tmp_path / "run", config())
+    with pytest.raises(RunFolderError, match=r"data\.heldout: owner/b is not the data the run began with \(owner/a\)"):
+        RunFolder.resume(tmp_path / "run", config(data={"train": "train.jsonl", "heldout": "owner/b"}))
 
 
 def test_a_kill_before_the_manifest_was_written_can_be_resumed(tmp_path):
