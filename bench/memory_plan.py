@@ -24,7 +24,8 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 sys.path.insert(0, str(Path(__file__).parent))
 
 # engine: EngineConfig's keys. prompt, response, group: of the one prompt that is trained on.
-SMALL_BUCKET = {"zero_optimization": {"reduce_bucket_size": 50_000_000}}
+LARGE_BUCKET = {"zero_optimization": {"reduce_bucket_size": 500_000_000}}  # DeepSpeed's own
+SMALL_BUCKET = {"zero_optimization": {"reduce_bucket_size": 50_000_000}}  # the engine's
 OFFLOAD = {"optimizer": True, "pin_memory": False}
 CASES: dict[str, dict[str, Any]] = {
     "stage0": {
@@ -71,7 +72,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "stage2-bf16": {
         "shape": {"tie_word_embeddings": False},
-        "engine": {"zero_stage": 2, "dtype": "bfloat16", "micro_batch_tokens": 256},
+        "engine": {"zero_stage": 2, "dtype": "bfloat16", "micro_batch_tokens": 256, "deepspeed": LARGE_BUCKET},
         "prompt": 128,
         "response": 32,
         "group": 8,
