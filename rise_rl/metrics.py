@@ -96,7 +96,13 @@ METRICS: dict[str, Metric] = {
     "tokens/generated": Metric("tokens sampled, natural and guided", "tokens"),
     "tokens/trained": Metric("response tokens in the optimizer step", "tokens"),
     "tokens_per_second": Metric("tokens sampled per second of the whole step", "tokens/s"),
-    "memory/peak_gib": Metric("peak memory so far: of the GPU where there is one, else of the process", "GiB"),
+    "memory/peak_gib": Metric(
+        "peak so far, on the rank with most: on a GPU the tensors that torch counts, else the process's resident "
+        "memory. torch goes on counting vLLM's weights and cache while vLLM sleeps and their memory is unmapped "
+        "(vLLM's issue 33625): with both on one GPU this is their sum, which no moment holds and which may exceed the "
+        "GPU's memory; `nvidia-smi` shows what is held. Counted from vLLM's start, which resets torch's peak",
+        "GiB",
+    ),
 }
 """One line of metrics.jsonl holds every name; null where a step has no such value."""
 
