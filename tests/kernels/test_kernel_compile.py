@@ -44,8 +44,8 @@ def logprob_step(backend):
     return step
 
 
-def compare(step, compiled, case, *, dtype=torch.float32, autocast=False, rtol=2e-5, frozen=()):
-    """Values and gradients of both, on the same inputs."""
+def assert_as_eager(step, compiled, case, *, dtype=torch.float32, autocast=False, rtol=2e-5, frozen=()):
+    """Values, gradients and their types of both, on the same inputs."""
     g = torch.Generator().manual_seed(3)
     d, v = case.hidden.shape[1], case.weight.shape[0]
     inputs = {
@@ -85,12 +85,12 @@ def policy_case(n, every_row=False):
 def test_inductor(backend):
     """The compiler that users have, with gradients, with a frozen head, and under no_grad."""
     step = loss_step(backend, kl_coef=0.1, temperature=0.7)
-    compare(step, torch.compile(step, fullgraph=True), policy_case(20))
+    assert_as_eager(step, torch.compile(step, fullgraph=True), policy_case(20))
     step = logprob_step(backend)
     compiled = torch.compile(step, fullgraph=True)
     case = random_case(n=20)
     case.target[-3:] = -100
-    compare(step, compiled, case, frozen=("weight", "bias"))
+    assert_as_eager(step, compiled, case, frozen=("weight", "bias"))
     with torch.no_grad():
         stats = torch.compile(rise_kernels.linear_logprob, fullgraph=True)(
             case.hidden, case.weight, case.target, backend=backend
@@ -113,7 +113,7 @@ def test_any_number_of_rows_is_two_graphs(backend, make):
             case.target[:] = -100
         if n == 30:
             case = policy_case(n, every_row=True)
-        compare(step, compiled, case)
+        assert_as_eager(step, compiled, case)
     assert counter.frame_count == 2
 
 
@@ -127,9 +127,9 @@ def test_16_bit(backend, make, weights):
     # the trunk's product and tanh are fused, or not: one rounding of hidden to 16 bits more or less
     rtol = 2 * torch.finfo(torch.bfloat16 if dtype == torch.float32 else dtype).eps
     case = policy_case(20)
-    compare(step, compiled, case, dtype=dtype, autocast=dtype == torch.float32, rtol=rtol)
+    assert_as_eager(step, compiled, case, dtype=dtype, autocast=dtype == torch.float32, rtol=rtol)
     case.target[:] = -100
-    compare(step, compiled, case, dtype=dtype, autocast=dtype == torch.float32, rtol=0)
+    assert_as_eager(step, compiled, case, dtype=dtype, autocast=dtype == torch.float32, rtol=0)
 
 
 @pytest.mark.parametrize("backend", BOUNDED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -29,15 +30,21 @@ def test_import_is_light():
 
 
 def test_works_without_triton():
-    python(
+    """A loss and its gradient with five logits 1, 1, 1, 1, 0; a message where triton is asked for by name."""
+    loss, slope, message = python(
         "import sys; sys.modules['triton'] = None\n"
         "import torch, rise_kernels as rk\n"
-        "h, w, t = torch.ones(2, 4, requires_grad=True), torch.ones(5, 4), torch.tensor([1, 2])\n"
-        "rk.linear_guide_loss(h, w, t, torch.ones(2)).loss.backward()\n"
+        "h, w, t = torch.ones(2, 4, requires_grad=True), torch.eye(5, 4), torch.tensor([1, 2])\n"
+        "loss = rk.linear_guide_loss(h, w, t, torch.ones(2)).loss\n"
+        "loss.backward()\n"
+        "print(loss.item(), h.grad[0, 1].item(), sep='\\n')\n"
         "try:\n    rk.linear_logprob(h, w, t, backend='triton')\n"
-        "except RuntimeError as error:\n    assert \"'triton' cannot run on cpu\" in str(error), error\n"
-        "else:\n    raise AssertionError('no error')\n"
-    )
+        "except RuntimeError as error:\n    print(error)\n"
+    ).splitlines()
+    p = math.e / (4 * math.e + 1)
+    assert float(loss) == pytest.approx(2 * math.log((p + 0.1) / p), rel=1e-5)
+    assert float(slope) == pytest.approx(-0.1 / (p + 0.1) * (1 - p), rel=1e-5)
+    assert message.startswith("backend: 'triton' cannot run on cpu")
 
 
 def imported(path: Path) -> set[str]:

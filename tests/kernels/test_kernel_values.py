@@ -123,6 +123,20 @@ def test_logprob_with_any_upstream_gradient(backend, head, upstream):
         assert relative(x.grad, y) <= GRAD_RTOL
 
 
+def test_a_target_that_is_masked_out(backend):
+    """Its log-prob is -inf; the entropy is that of the other entries."""
+    case = random_case(n=6)
+    bias = torch.zeros(67)
+    bias[case.target[1]] = -math.inf
+    out = rise_kernels.linear_logprob(
+        case.hidden, case.weight, case.target, bias=bias, with_entropy=True, backend=backend
+    )
+    expected = row_stats(logits(case.hidden, case.weight, bias), case.target)
+    assert out.logprob[1] == -math.inf
+    for x, y in zip(out, expected):
+        torch.testing.assert_close(x.double(), y, rtol=1e-6, atol=LOGPROB_ATOL)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["guide", "rise"])
 def test_16_bit_inputs(backend, dtype, kind):
