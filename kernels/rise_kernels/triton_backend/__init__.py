@@ -5,7 +5,10 @@ docs/kernels.md describes the algorithm; `backend.Backend` is the contract.
 
 from __future__ import annotations
 
+from importlib.metadata import version
+
 import torch
+import triton
 
 from .elementary import INTERPRETED
 from .host import TritonBackend
@@ -13,10 +16,21 @@ from .host import TritonBackend
 backend = TritonBackend()
 
 
+def interpreter_fault(triton_version: str, numpy_version: str) -> str | None:
+    """Triton 3.6's interpreter makes integers of arrays of one element, which numpy 2.4 refuses."""
+    triton_minor, numpy_minor = (tuple(map(int, v.split(".")[:2])) for v in (triton_version, numpy_version))
+    if triton_minor < (3, 7) and numpy_minor >= (2, 4):
+        return f"the interpreter of triton {triton_version} needs numpy below 2.4, found {numpy_version}"
+    return None
+
+
+_INTERPRETER_FAULT = interpreter_fault(triton.__version__, version("numpy")) if INTERPRETED else None
+
+
 def available(device: torch.device) -> str | None:
     """Why the kernels cannot run on `device`, or None if they can."""
     if INTERPRETED:
-        return None
+        return _INTERPRETER_FAULT
     if device.type != "cuda":
         return (
             f"Triton has no compiler for {device.type}; set TRITON_INTERPRET=1 before the process starts to interpret"
