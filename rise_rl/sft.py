@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -19,8 +19,9 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from rise_engine.checkpoint import CheckpointStore
+from rise_engine.checkpoint import CheckpointError, CheckpointStore
 from rise_engine.distributed import all_ranks_sum
+from rise_engine.errors import EngineError
 from rise_engine.memory import peak_memory_gib
 from rise_engine.policy import PolicyEngine
 from rise_engine.prompts import render_prompt
@@ -28,11 +29,12 @@ from rise_engine.seeds import derive_seed
 from rise_engine.sequences import TrainSequence
 from rise_kernels.token_losses import LossSpec
 
-from .batches import PromptOrder
+from .batches import PromptOrder, enough
 from .config import ConfigError
 from .data import DataError, Example, load_examples
-from .fetch import resolve_model
-from .launch import Interrupted, blaming, enter, fitting, go_back, stop_signals
+from .errors import RiseError
+from .fetch import find_model, resolve_model
+from .launch import Interrupted, blaming, check_prompts, enter, fitting, go_back, stop_signals
 from .progress import number
 from .ranks import Ranks
 from .run_folder import RunFolder
@@ -48,7 +50,7 @@ def run_sft(config: SftConfig, *, resume: bool = False, console: Console | None 
     ranks = Ranks.join(timedelta(minutes=config.engine.timeout_minutes))
     console = (console or Console()) if ranks.first else Console(quiet=True)
     train, validation = ranks.each(load_split, config)
-    ranks.once(resolve_model, config.model)
+    ranks.once(find_model, config.model)
     model = ranks.each(resolve_model, config.model)
     folder = Path(config.output) / config.name
     run = ranks.once(RunFolder.resume if resume else RunFolder.new, folder, config)
@@ -69,19 +71,14 @@ def run_sft(config: SftConfig, *, resume: bool = False, console: Console | None 
         trainer = SftTrainer(config, policy, train, validation, run, ranks, console)
         checkpoints = CheckpointStore(run.checkpoints, keep=config.checkpoint.keep)
         if resume:
-            go_back(run, checkpoints, policy, console, 1, ranks)
+            go_back(run, checkpoints, policy, console, trainer.steps, 1, ranks)
         else:
             ranks.once(run.begin)
         ranks.once(enter, stack, run)
         stopped = stack.enter_context(stop_signals(console))
-        while policy.step < trainer.steps and not ranks.any(bool(stopped)):
-            trainer.step()
-            last = policy.step == trainer.steps
-            if last or (config.checkpoint.every and policy.step % config.checkpoint.every == 0):
-                checkpoints.save(policy)
-        if policy.step < trainer.steps:
-            checkpoints.save(policy)
-            raise Interrupted(folder)
+        finished = trainer.train(checkpoints, should_stop=lambda: bool(stopped))
+    if not finished:
+        raise Interrupted(folder)
     return folder
 
 
@@ -89,12 +86,16 @@ def load_split(config: SftConfig) -> tuple[list[Example], list[Example]]:
     """Training and validation rows, each with an answer: data.heldout, or a share of data.train drawn by the seed."""
     train = with_answers(config.data.train, config.data.answer)
     if config.data.heldout:
-        return train, with_answers(config.data.heldout, config.data.answer)
+        heldout = with_answers(config.data.heldout, config.data.answer)
+        check_prompts(config.data, train, heldout, at_least=config.answers_per_step, key="answers_per_step")
+        return train, heldout
     count = max(1, round(config.data.validation * len(train)))
     if count >= len(train):
         raise ConfigError(f"data.validation: {count} of {len(train)} rows would leave nothing to train on")
     chosen = set(random.Random(derive_seed("validation", config.seed)).sample(range(len(train)), count))
-    return [e for i, e in enumerate(train) if i not in chosen], [train[i] for i in sorted(chosen)]
+    rest = [e for i, e in enumerate(train) if i not in chosen]
+    enough(rest, config.answers_per_step, "answers_per_step")
+    return rest, [train[i] for i in sorted(chosen)]
 
 
 def with_answers(source: str, column: str) -> list[Example]:
@@ -117,7 +118,7 @@ def demonstrations(
     """
     found = {}
     for example in examples:
-        answer = tokenizer(str(example.meta[config.answer]), add_special_tokens=False).input_ids
+        answer = tokenizer(str(example.meta[config.answer]), add_special_tokens=False, verbose=False).input_ids
         response = (*answer, stop_id)
         if len(response) <= config.max_answer_tokens:
             prompt = render_prompt(tokenizer, example.messages, config.chat_template)
@@ -134,7 +135,9 @@ def demonstrations(
 
 
 class SftTrainer:
-    """steps: of all epochs; what does not fill a batch at an epoch's end is left out of that epoch."""
+    """steps: of all epochs; what does not fill a batch at an epoch's end is left out of that epoch. logged: the last
+    step that was done here and is in the log.
+    """
 
     def __init__(
         self,
@@ -157,6 +160,26 @@ class SftTrainer:
             kept, config.answers_per_step, config.seed, config.data.shuffle, key="answers_per_step"
         )
         self.steps = config.epochs * self.order.steps_per_epoch
+        self.logged: int | None = None
+
+    def train(self, checkpoints: CheckpointStore, *, should_stop: Callable[[], bool] = lambda: False) -> bool:
+        """Runs the remaining steps. False if it was asked to stop before the last one. A checkpoint is saved then, and
+        also when an error that all ranks know about (a loss that is not finite, say) ends the run between two steps.
+        """
+        try:
+            while self.policy.step < self.steps and not self.ranks.any(should_stop()):
+                self.step()
+                last, every = self.policy.step == self.steps, self.config.checkpoint.every
+                if last or (every and self.policy.step % every == 0):
+                    checkpoints.save(self.policy)
+        except (RiseError, EngineError) as error:
+            known = self.ranks.all_raise(error) and not isinstance(error, CheckpointError)
+            if known and self.logged == self.policy.step:
+                checkpoints.save(self.policy)
+            raise
+        if self.policy.step < self.steps:
+            checkpoints.save(self.policy)
+        return self.policy.step == self.steps
 
     def step(self) -> None:
         """One optimizer update, its line in metrics.jsonl, and the validation losses that are due."""
@@ -177,6 +200,7 @@ class SftTrainer:
             "memory/peak_gib": peak_memory_gib(),
         }
         self.ranks.once(self.run.log_metrics, metrics)
+        self.logged = step
         self.say(f"step {step}/{self.steps}  loss {number(metrics['loss'])}  {metrics['time/step']:.1f} s")
 
     def batch(self, step: int) -> list[TrainSequence]:
@@ -196,7 +220,7 @@ class SftTrainer:
             raise DataError("the validation loss is not finite", file=self.config.data.train)
         record: dict[str, Any] = {"step": self.policy.step, "loss": total / tokens, "samples": len(self.validation)}
         self.ranks.once(self.run.log_eval, record)
-        self.say(f"validation loss after {record['step']} steps: {record['loss']:.4f}")
+        self.say(f"validation loss after step {record['step']}: {record['loss']:.4f}")
 
     def say(self, text: str) -> None:
         self.console.print(text, highlight=False, soft_wrap=True)

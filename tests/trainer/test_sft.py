@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,12 +12,14 @@ import torch
 import yaml
 from typer.testing import CliRunner
 
+from rise_engine.optimizer import NonFiniteError
 from rise_engine.prompts import render_prompt
 from rise_rl.cli import app
 from rise_rl.config import ConfigError, load_as
 from rise_rl.data import DataError
-from rise_rl.run_folder import RunFolder
-from rise_rl.sft import load_split, run_sft
+from rise_rl.launch import Interrupted
+from rise_rl.run_folder import RunFolder, RunFolderError
+from rise_rl.sft import SftTrainer, load_split, run_sft
 from rise_rl.sft_config import SftConfig
 from tests.engine.helpers import plain_logprobs, plain_model
 from tests.tiny import tiny_tokenizer
@@ -96,6 +100,63 @@ def test_a_resumed_run_has_the_same_numbers(sft_config, monkeypatch):
     resumed = RunFolder(run_sft(load(sft_config(), "name=killed"), resume=True))
     assert [m["loss"] for m in resumed.metrics()] == [m["loss"] for m in whole.metrics()]
     assert resumed.evals() == whole.evals()
+
+
+def end_of(run: RunFolder) -> list[str]:
+    return sorted(p.name for p in run.checkpoints.glob("step-*"))
+
+
+def test_sigterm_finishes_the_step_saves_and_a_resumed_run_has_the_same_numbers(sft_config, monkeypatch):
+    whole = RunFolder(run_sft(load(sft_config(), "name=whole")))
+    original = RunFolder.log_metrics
+
+    def told(self, values):
+        if values["step"] == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        original(self, values)
+
+    monkeypatch.setattr("rise_rl.sft.RunFolder.log_metrics", told)
+    with pytest.raises(Interrupted):
+        run_sft(load(sft_config(), "name=stopped"))
+    monkeypatch.undo()
+    stopped = RunFolder(Path(load(sft_config()).output) / "stopped")
+    assert end_of(stopped) == ["step-00000003"]
+    run_sft(load(sft_config(), "name=stopped"), resume=True)
+    assert [m["loss"] for m in stopped.metrics()] == [m["loss"] for m in whole.metrics()]
+    assert stopped.evals() == whole.evals()
+
+
+@pytest.mark.parametrize("where, stands", [("update", ["step-00000006"]), ("validate", []), ("log_metrics", [])])
+def test_an_error_saves_the_steps_before_it_and_no_half_of_one(sft_config, monkeypatch, where, stands):
+    """A loss that is not finite leaves the weights of step 6, a validation or a log that fails those of a step that is
+    not in the log: resuming there would drop its line, so nothing is saved.
+    """
+
+    def fail_in_step_7(*_, **__):
+        raise {"update": NonFiniteError, "validate": DataError, "log_metrics": RunFolderError}[where]("as expected")
+
+    step = SftTrainer.step
+
+    def broken(self):
+        if self.policy.step == 6:
+            owner = {
+                "update": "rise_rl.sft",
+                "validate": "rise_rl.sft.SftTrainer",
+                "log_metrics": "rise_rl.sft.RunFolder",
+            }
+            monkeypatch.setattr(f"{owner[where]}.{where}", fail_in_step_7)
+        step(self)
+
+    monkeypatch.setattr(SftTrainer, "step", broken)
+    config = load(sft_config(checkpoint={"every": 0}), "validate_every=7")
+    with pytest.raises((NonFiniteError, DataError, RunFolderError), match="as expected"):
+        run_sft(config)
+    monkeypatch.undo()
+    run = RunFolder(Path(config.output) / config.name)
+    assert end_of(run) == stands
+    run_sft(config, resume=True)
+    assert [m["step"] for m in run.metrics()] == list(range(1, 13))
+    assert [e["step"] for e in run.evals()] == [0, 7, 12]
 
 
 def stop_at(step):
