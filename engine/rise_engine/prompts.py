@@ -32,6 +32,7 @@ def render_prompt(
             tokenize=True,
             add_generation_prompt=True,
             return_dict=True,
+            tokenizer_kwargs={"verbose": False},  # who asks for the ids says what is too long, and what to do about it
             **dict(chat_template_kwargs or {}),
         )
     except TemplateError as error:  # a template that knows no system role, say

@@ -102,3 +102,11 @@ def test_conversations_that_cannot_be_rendered_are_refused():
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="has no chat template"):
         render_prompt(tokenizer, MESSAGES)
+
+
+def test_a_prompt_longer_than_the_model_is_left_to_our_own_message():
+    """transformers warns of "indexing errors", once, before anybody could say which prompt is too long."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.model_max_length = 2
+    assert len(render_prompt(tokenizer, MESSAGES)) > 2
+    assert not tokenizer.deprecation_warnings.get("sequence-length-is-longer-than-the-specified-maximum")
