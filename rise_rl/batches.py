@@ -12,6 +12,12 @@ from .config import ConfigError
 from .data import Example
 
 
+def enough(examples: Sequence[Example], batch_size: int, key: str) -> None:
+    """ConfigError if there are too few for one step. key: what batch_size is called in the configuration."""
+    if len(examples) < batch_size:
+        raise ConfigError(f"{key}: {batch_size} prompts a step, but the training data has only {len(examples)}")
+
+
 @dataclass(frozen=True)
 class PromptOrder:
     """Epochs of whole batches. What does not fill a batch at an epoch's end is left out of that epoch (as verl), so a
@@ -26,10 +32,7 @@ class PromptOrder:
     key: str = "grpo.prompts_per_step"
 
     def __post_init__(self) -> None:
-        if len(self.examples) < self.batch_size:
-            raise ConfigError(
-                f"{self.key}: {self.batch_size} prompts a step, but the training data has only {len(self.examples)}"
-            )
+        enough(self.examples, self.batch_size, self.key)
 
     @property
     def steps_per_epoch(self) -> int:

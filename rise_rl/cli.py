@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .progress import Progress, number
+from .progress import Progress, number, ungraded
 
 app = typer.Typer(
     help="Train language models against rubrics with RISE-RL.",
@@ -65,6 +66,20 @@ def errors_for_people() -> Iterator[None]:
 def several_ranks() -> bool:
     """Whether a launcher started this process as one of several."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def output_file(path: Path) -> Path:
+    """The file of an --output option; what keeps it from being written is said before the work is done."""
+    from .config import ConfigError
+
+    if path.is_dir():
+        raise ConfigError(f"--output: expected a file, found the folder {path}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise ConfigError(f"--output: no file can be written in {path.parent} ({error.strerror})") from error
+    return path
 
 
 @app.command()
@@ -150,7 +165,7 @@ def plan(
     overrides: Overrides = None,
     ranks: Annotated[int, typer.Option(min=1, help="Ranks that share the work.")] = 1,
     device_memory: Annotated[
-        float | None, typer.Option(help="Plan for GPUs of so many GiB instead of this machine.")
+        float | None, typer.Option(min=1, help="Plan for GPUs of so many GiB instead of this machine.")
     ] = None,
     model_config: Annotated[Path | None, typer.Option(help="The config.json of a model that is not here.")] = None,
 ) -> None:
@@ -184,7 +199,7 @@ def compare(
     with errors_for_people():
         from .report import write_comparison
 
-        say(f"comparison: {write_comparison(runs, output)}")
+        say(f"comparison: {write_comparison(runs, output_file(output))}")
 
 
 @app.command()
@@ -200,12 +215,16 @@ def fetch(name: Annotated[str, typer.Argument(help="smollm2-135m")]) -> None:
 def plateau(run: RunPath) -> None:
     """Suggest s_switch, the step to remove guidance at, from a run's reward gaps."""
     with errors_for_people():
-        from .config import load_config
-        from .run_folder import RunFolder
+        from .config import Config
+        from .run_folder import RunFolder, RunFolderError
+        from .sft_config import run_config
 
-        rule = load_config(run / "config.yaml").guidance.plateau
-        gaps = [line["gap/raw"] for line in RunFolder(run).metrics()]
-        step = rule.switch_step(gaps)
+        folder = RunFolder(run)
+        config = run_config(folder)
+        if not isinstance(config, Config):
+            raise RunFolderError(f"{run}: a run of `rise-rl sft`, which has no reward gap")
+        gaps = [line["gap/raw"] for line in folder.metrics()]
+        step = config.guidance.plateau.switch_step(gaps)
         if all(gap is None for gap in gaps):
             say(f"no reward gap in {len(gaps)} steps: the run had no guided answers")
         elif step is None:
@@ -247,21 +266,24 @@ def evaluate(
     with errors_for_people():
         from .config import load_config
         from .inference import evaluate_model
+        from .run_folder import write_aside
 
         changes = [
             *(overrides or []),
             *([f"model={model}"] if model else []),
             *([f"data.heldout={prompts}"] if prompts else []),
         ]
-        record = evaluate_model(load_config(config, changes), console)
+        loaded = load_config(config, changes)
         if output:
-            output.write_text(json.dumps(record, indent=2), encoding="utf-8")
-        table = Table(
-            "criterion", "weight", "failures", "samples", title=f"reward {number(record['reward/mean'], '.4f')}"
-        )
+            output_file(output)
+        record = evaluate_model(loaded, console)
+        title = f"reward {number(record['reward/mean'], '.4f')}{ungraded(record)}"
+        table = Table("criterion", "weight", "failures", "samples", title=title)
         for row in record["criteria"][:40]:
             table.add_row(escape(row["text"]), f"{row['weight']:g}", f"{row['failures']:g}", str(row["samples"]))
         console.print(table)
+        if output:
+            write_aside(output, json.dumps(record, indent=2))
 
 
 @app.command()
@@ -284,7 +306,7 @@ JudgePath = Annotated[Path | None, typer.Option(help="YAML with the keys of the 
 def check_data(
     source: Annotated[str, typer.Argument(help="A data file or hub id.")],
     model: Annotated[str | None, typer.Option(help="Count prompt tokens with this model's chat template.")] = None,
-    max_prompt_tokens: Annotated[int | None, typer.Option(help="Report prompts longer than this.")] = None,
+    max_prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Report prompts longer than this.")] = None,
 ) -> None:
     """Say what is in a data file, and what is wrong with it; exit code 1 if any row is bad."""
     with errors_for_people():
@@ -316,9 +338,11 @@ def grade(
         from .launch import grader_for
 
         examples = load_examples(rubrics)
-        grader = grader_for(examples, judge=load_judge(judge, overrides or []) if judge or overrides else None)
+        grader = grader_for(
+            {rubrics: examples}, judge=load_judge(judge, overrides or []) if judge or overrides else None
+        )
         with Progress(0, console=console) as progress, progress.counting("grade", 1) as advance:
-            summary = grade_file(responses, examples, output, grader, progress=advance)
+            summary = grade_file(responses, examples, output_file(output), grader, progress=advance)
         say(
             f"{summary.output}: {summary.rows} rows, {summary.ungraded} ungraded ({summary.unknown_verdicts} unknown "
             f"verdicts), mean reward {number(summary.reward, '.4f')}, unclipped {number(summary.score, '.4f')}",

@@ -8,6 +8,7 @@ folder aside and is renamed when it is whole, so an interrupted fetch leaves no 
 
 from __future__ import annotations
 
+import difflib
 import errno
 import hashlib
 import os
@@ -128,10 +129,33 @@ def resolve_model(name_or_path: str) -> str:
         if not (path / "config.json").is_file():
             raise FetchError(f"model: {path} is a folder without a config.json, so not a transformers model")
         return str(path)
+    if close := difflib.get_close_matches(name_or_path.lower(), KNOWN, n=1, cutoff=0.8):
+        raise FetchError(f"model: no model is called {name_or_path!r}; did you mean {close[0]!r}?")
     # A hub id is `name` or `owner/name`; anything else can only have been meant as a path.
     if path.is_absolute() or name_or_path.startswith((".", "~")) or name_or_path.count("/") > 1 or path.exists():
         raise FetchError(f"model: no model folder at {path}; known names: {', '.join(KNOWN)}")
     return name_or_path
+
+
+def find_model(name_or_path: str) -> str:
+    """`resolve_model`, and FetchError for a hub id that is not in the hub's cache here and cannot be reached. One
+    question: loading would ask anew for every file, with a pause before each of several tries.
+    """
+    source = resolve_model(name_or_path)
+    if Path(source).is_dir():
+        return source
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+
+    try:
+        if not isinstance(try_to_load_from_cache(source, "config.json"), str):
+            get_hf_file_metadata(hf_hub_url(source, "config.json"))
+    except Exception as error:  # the library and its HTTP client raise many kinds
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise FetchError(
+            f"model: {source} is neither a local folder, nor a known name ({', '.join(KNOWN)}), nor a hub id that can "
+            f"be reached: {why}"
+        ) from error
+    return source
 
 
 def _download(model: KnownModel, into: Path, progress: Callable[[str], None]) -> Path:

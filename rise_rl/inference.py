@@ -23,7 +23,7 @@ from rise_engine.seeds import derive_seed
 
 from .config import Config, ConfigError
 from .data import load_examples
-from .fetch import resolve_model
+from .fetch import find_model, resolve_model
 from .graders.base import Message
 from .launch import blaming, check_context, fitting, grader_for
 from .progress import Progress
@@ -36,19 +36,19 @@ from .trainer import evaluate
 
 def token_counter(model: str) -> Callable[[Sequence[Message]], int]:
     """Counts the tokens of a conversation as the model's chat template renders it."""
-    tokenizer = load_tokenizer(resolve_model(model))
+    tokenizer = load_tokenizer(find_model(model))
     return lambda messages: len(render_prompt(tokenizer, messages))
 
 
 def sample_answers(model: str, prompt: str, *, n: int, max_new_tokens: int, temperature: float, seed: int) -> list[str]:
     """n answers to one user message; temperature 0 is greedy."""
-    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
-    with blaming("model"):
-        policy = FrozenPolicy(resolve_model(model), dtype=dtype)
-    rollouts = TransformersRollout(policy)
-    rollouts.sync(policy.step)
     if not prompt.strip():
         raise ConfigError("prompt: expected some text, found none")
+    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    with blaming("model"):
+        policy = FrozenPolicy(find_model(model), dtype=dtype)
+    rollouts = TransformersRollout(policy)
+    rollouts.sync(policy.step)
     with blaming("model"):
         ids = render_prompt(policy.tokenizer, [{"role": "user", "content": prompt}])
     requests = [RolloutRequest("sample", i, ids, derive_seed("sample", seed, i)) for i in range(n)]
@@ -62,9 +62,9 @@ def evaluate_model(config: Config, console: Console) -> dict[str, Any]:
     if not config.data.heldout:
         raise ConfigError("data.heldout: expected a file of prompts to evaluate on, found null")
     examples = load_examples(config.data.heldout)
-    grader = grader_for(examples, judge=config.judge, plugin=config.grader)
+    grader = grader_for({config.data.heldout: examples}, judge=config.judge, plugin=config.grader)
     with blaming("model"):
-        policy = FrozenPolicy(resolve_model(config.model), dtype=config.engine.torch_dtype)
+        policy = FrozenPolicy(find_model(config.model), dtype=config.engine.torch_dtype)
     check_context(config, policy.context_length, guidance=False)
     examples = fitting(examples, policy.tokenizer, config.data, console, config.data.heldout)
     choice = choose(config, policy)
@@ -90,7 +90,7 @@ def export_run(run: Path, folder: Path, *, best: bool) -> Path:
     """A run's last checkpoint (or its best model) as a plain transformers folder. `folder` must not exist."""
     if folder.exists():
         raise RunFolderError(f"{folder}: already there; name a folder that does not exist yet")
-    config = run_config(run / "config.yaml")
+    config = run_config(RunFolder(run))
     store = CheckpointStore(RunFolder(run).checkpoints)
     if best:
         if store.best() is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -17,11 +17,11 @@ from rise_engine.prompts import render_prompt
 from rise_engine.reference import reference_of
 from rise_engine.rollout.vllm_start import installed
 
-from .batches import PromptOrder
+from .batches import PromptOrder, enough
 from .config import Config, ConfigError, DataConfig
 from .data import DataError, Example, load_examples
 from .errors import RiseError
-from .fetch import resolve_model
+from .fetch import find_model, resolve_model
 from .graders.base import Grader
 from .graders.judge_config import JudgeConfig
 from .graders.plugin import load_grader
@@ -51,9 +51,11 @@ def blaming(key: str) -> Iterator[None]:
         raise ConfigError(f"{key}: {error}") from error
 
 
-def grader_for(examples: Sequence[Example], *, judge: JudgeConfig | None, plugin: str | None = None) -> Grader:
-    """The grader the data needs: one's own, or rules and judge by each criterion's tag. ConfigError, before anything
-    heavy is loaded, if a criterion has nobody to judge it.
+def grader_for(
+    sources: Mapping[str, Sequence[Example]], *, judge: JudgeConfig | None, plugin: str | None = None
+) -> Grader:
+    """The grader the data needs: one's own, or rules and judge by each criterion's tag. sources: the examples of each
+    file. ConfigError, before anything heavy is loaded, if a criterion has nobody to judge it.
     """
     if plugin:
         with blaming("grader"):
@@ -64,8 +66,9 @@ def grader_for(examples: Sequence[Example], *, judge: JudgeConfig | None, plugin
 
         llm = LlmGrader(judge)
     grader = RoutingGrader(rule=RuleGrader(), llm=llm)
-    with blaming("judge"):
-        grader.require(examples)
+    for source, examples in sources.items():
+        with blaming(source):
+            grader.require(examples)
     return grader
 
 
@@ -128,7 +131,7 @@ def run_training(config: Config, *, resume: bool = False, console: Console | Non
     console = (console or Console()) if ranks.first else Console(quiet=True)
     check_ranks(config, ranks.world_size)
     train, heldout, grader = ranks.each(data_and_grader, config)
-    ranks.once(resolve_model, config.model)  # what has to be fetched is fetched by one
+    ranks.once(find_model, config.model)
     model = ranks.each(resolve_model, config.model)
     folder = Path(config.output) / config.name
     run = ranks.once(RunFolder.resume if resume else RunFolder.new, folder, config)
@@ -151,7 +154,7 @@ def run_training(config: Config, *, resume: bool = False, console: Console | Non
         checkpoints = CheckpointStore(run.checkpoints, keep=config.checkpoint.keep)
         done = 0
         if resume:
-            done = go_back(run, checkpoints, policy, console, config.grpo.updates_per_step, ranks)
+            done = go_back(run, checkpoints, policy, console, config.steps, config.grpo.updates_per_step, ranks)
         console.print(str(choice), highlight=False)
         with blaming("rollout"):
             rollouts = make_rollouts(choice, config, policy)
@@ -201,7 +204,28 @@ def data_and_grader(config: Config) -> tuple[list[Example], list[Example], Grade
     """Training prompts, held-out prompts and who judges the answers to them."""
     train = load_examples(config.data.train)
     heldout = load_examples(config.data.heldout) if config.data.heldout else []
-    return train, heldout, grader_for([*train, *heldout], judge=config.judge, plugin=config.grader)
+    check_prompts(config.data, train, heldout, at_least=config.grpo.prompts_per_step, key="grpo.prompts_per_step")
+    sources = {config.data.train: train} | ({config.data.heldout: heldout} if config.data.heldout else {})
+    return train, heldout, grader_for(sources, judge=config.judge, plugin=config.grader)
+
+
+def check_prompts(
+    data: DataConfig, train: Sequence[Example], heldout: Sequence[Example], *, at_least: int, key: str
+) -> None:
+    """ConfigError, before anything heavy is loaded, for too few prompts and for held-out ones that are trained on."""
+    enough(train, at_least, key)
+    mine = {conversation(e): e.uid for e in train}
+    shared = [e for e in heldout if conversation(e) in mine]
+    if shared:
+        raise ConfigError(
+            f"data.heldout: {len(shared)} of {len(heldout)} prompts are in data.train too, such as {shared[0].uid!r} "
+            f"(there: {mine[conversation(shared[0])]!r}); take them out of one of the files. To see how well training "
+            "prompts are learnt, run `rise-rl eval --prompts` on them afterwards"
+        )
+
+
+def conversation(example: Example) -> tuple[tuple[str, str], ...]:
+    return tuple((message["role"], message["content"]) for message in example.messages)
 
 
 def enter(stack: ExitStack, context: AbstractContextManager[object]) -> None:
@@ -213,11 +237,13 @@ def go_back(
     checkpoints: CheckpointStore,
     policy: PolicyEngine,
     console: Console,
+    steps: int,
     updates_per_step: int,
     ranks: Ranks,
 ) -> int:
     """Policy and run folder both as they were when the last whole checkpoint was saved (or at the very start). Returns
-    the steps done. ConfigError if a step had another number of updates when the checkpoint was saved.
+    the steps done. Says what the configuration changes about the run, and whether any of the `steps` is left.
+    ConfigError if a step had another number of updates when the checkpoint was saved.
     """
     ranks.once(checkpoints.recover)
     before = ranks.once(updates_made, run)
@@ -231,6 +257,10 @@ def go_back(
     ranks.once(run.truncate_after, step)
     ranks.once(checkpoints.forget_best_after, step)
     console.print(f"resuming {run.path} after step {step}" if found else f"{run.path}: no checkpoint yet")
+    for key, (old, new) in ranks.once(run.config_changes).items():
+        console.print(f"  changed: {key} from {old} to {new}", markup=False, highlight=False, soft_wrap=True)
+    if step >= steps:
+        console.print(f"no step left: {step} are done, and the configuration asks for {steps}", highlight=False)
     return step
 
 

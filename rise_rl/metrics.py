@@ -57,6 +57,7 @@ METRICS: dict[str, Metric] = {
     "truncated/guided": Metric("guided responses cut at the maximum length", "0-1"),
     "overlong_penalty/mean": Metric("mean overlong penalty (0 or below)", "reward"),
     "unknown_verdicts": Metric("criteria that the grader could not judge", "verdicts"),
+    "samples": Metric("answers of the step, natural and guided", "samples"),
     "ungraded_samples": Metric("samples left out because a verdict is unknown", "samples"),
     "groups/zero_advantage": Metric(
         "prompts with graded natural answers but no policy gradient: all advantages are 0, or what is not is masked",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,8 +17,16 @@ def number(value: float | None, form: str = ".3f") -> str:
     return "-" if value is None else format(value, form)
 
 
+def ungraded(record: Mapping[str, Any]) -> str:
+    """What a line says of answers whose verdicts are not all known; they are in none of its numbers."""
+    count = record["ungraded_samples"]
+    return f"  [bold red]{count} of {record['samples']} answers ungraded[/bold red]" if count else ""
+
+
 class Progress:
-    """Bars on a terminal, plain lines elsewhere. Use as a context manager around the run."""
+    """Bars on a terminal, plain lines elsewhere. Use as a context manager around the run. steps: 0 where there are
+    none to count.
+    """
 
     def __init__(self, steps: int, done: int = 0, console: Console | None = None) -> None:
         self.console = console or Console()
@@ -34,7 +42,7 @@ class Progress:
         )
         self.steps, self.done, self.seconds = steps, done, 0.0
         self.timed = 0
-        self.task = self.bars.add_task("steps", total=steps, completed=done)
+        self.task = self.bars.add_task("steps", total=steps, completed=done) if steps else None
 
     def __enter__(self) -> Progress:
         self.bars.start()
@@ -61,21 +69,25 @@ class Progress:
         self.seconds += metrics["time/step"]
         self.timed += 1
         left = (self.steps - self.done) * self.seconds / self.timed
-        self.bars.update(self.task, completed=self.done)
+        if self.task is not None:
+            self.bars.update(self.task, completed=self.done)
         self.console.print(
             f"step {self.done}/{self.steps}  reward {number(metrics['reward/natural'])} "
             f"(smoothed {number(metrics['reward/natural_smoothed'])})  guided {number(metrics['reward/guided'])} "
             f"kept {metrics['guided/kept']}/{metrics['guided/generated']}  "
             f"entropy {number(metrics['entropy'], '.2f')}  "
-            f"{metrics['time/step']:.1f} s, about {left / 60:.0f} min left",
+            f"{metrics['time/step']:.1f} s"
+            + (f", about {left / 60:.0f} min left" if self.done < self.steps else "")
+            + ungraded(metrics),
             highlight=False,
             soft_wrap=True,
         )
 
     def evaluated(self, record: dict[str, Any]) -> None:
         self.console.print(
-            f"held-out reward after {record['step']} steps: [bold]{number(record['reward/mean'])}[/bold] "
-            f"({record['samples']} answers, {number(record['length/mean'], '.0f')} tokens on average)",
+            f"held-out reward after step {record['step']}: [bold]{number(record['reward/mean'])}[/bold] "
+            f"({record['samples']} answers, {number(record['length/mean'], '.0f')} tokens on average)"
+            + ungraded(record),
             highlight=False,
             soft_wrap=True,
         )

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rise_engine.agreement import everywhere
 from rise_engine.rollout.base import Rollout
 
 from .data import Example
 from .graders.base import GradeItem, Grader
+from .graders.errors import JudgeUnavailable
 from .rubric import Verdict
 
 Kind = Literal["natural", "guided"]
@@ -54,6 +56,18 @@ class Sample:
             "criteria": [{"text": c.text, "weight": c.weight} for c in self.example.rubric.criteria],
             "shown": list(self.shown),
         }
+
+
+def require_graded(samples: Sequence[Sample], of: str) -> None:
+    """JudgeUnavailable, on all ranks alike, if not one answer was graded: there is nothing to learn or to say."""
+    if samples and all(s.reward is None for s in samples):
+        raise everywhere(
+            JudgeUnavailable(
+                f"{of}: all {len(samples)} answers are ungraded, because each has a criterion whose verdict is "
+                "unknown. No verdict was made up; check that the judge answers at judge.base_urls (`rise-rl "
+                "judge-check` says how well), or the grader of your own, and go on with --resume"
+            )
+        )
 
 
 def grade_rollouts(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
 from .config import Config, DataConfig, Fraction, Positive, RunConfig, load_as
+
+if TYPE_CHECKING:
+    from .run_folder import RunFolder
 
 
 class SftDataConfig(DataConfig):
@@ -28,8 +30,7 @@ class SftConfig(RunConfig):
     validate_every: Positive = Field(50, description="Steps between validation losses; also taken before and after.")
 
 
-def run_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The config.yaml of a run folder, whichever command wrote it."""
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    model = SftConfig if any(line.startswith("answers_per_step:") for line in text.splitlines()) else Config
-    return load_as(model, path, overrides)
+def run_config(run: RunFolder) -> RunConfig:
+    """The configuration of a run, whichever command wrote it. RunFolderError for a folder that is no run."""
+    model = SftConfig if "answers_per_step" in run.config() else Config
+    return load_as(model, run.path / "config.yaml", [])

@@ -70,6 +70,7 @@ def sample_metrics(natural: Sequence[Sample], guided: Sequence[Sample], loss: St
         "truncated/natural": mean(float(s.truncated) for s in natural),
         "truncated/guided": mean(float(s.truncated) for s in guided),
         "unknown_verdicts": sum(v is None for s in everyone for v in s.verdicts),
+        "samples": len(everyone),
         "ungraded_samples": sum(s.reward is None for s in everyone),
         "groups/zero_advantage": len(graded - pushed),
         "tokens/generated": sum(s.length for s in everyone),

@@ -31,7 +31,7 @@ from .plateau import smooth
 from .progress import Progress
 from .ranks import Ranks, in_order, whole_step
 from .run_folder import RunFolder
-from .samples import Sample, grade_rollouts
+from .samples import Sample, grade_rollouts, require_graded
 from .schedule import GuidanceSchedule
 from .step_loss import build_step_loss
 from .step_metrics import criterion_failures, judge_metrics, mean, sample_metrics, training_metrics
@@ -137,6 +137,7 @@ class Trainer:
         parts = self.ranks.gather(self.sampler.sample, step, self.ranks.mine(prompts), guiding=guiding)
         samples = whole_step(parts, prompts)
         natural, guided = samples.natural, samples.guided
+        require_graded(natural, f"step {step}")
         coefficient = self.config.guidance.coefficient if guiding and not self.config.guidance.coupled else 0.0
         loss = build_step_loss(
             natural,
@@ -256,6 +257,7 @@ def evaluate(
         return grade_rollouts(grader, owners, answers) if answers else []
 
     graded = in_order((s for part in ranks.gather(answer, ranks.mine(examples)) for s in part), examples)
+    require_graded(graded, "held-out evaluation")
     return {
         "reward/mean": mean(s.reward for s in graded),
         "score/mean": mean(s.example.rubric.score(s.verdicts) for s in graded),

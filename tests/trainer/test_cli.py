@@ -10,6 +10,8 @@ from typer.testing import CliRunner
 
 from rise_engine.checkpoint import CheckpointStore
 from rise_rl.cli import app
+from rise_rl.run_folder import RunFolder
+from rise_rl.sft_config import SftConfig
 from tests.trainer.conftest import row
 
 
@@ -55,6 +57,65 @@ def test_mistakes_end_with_a_message_and_leave_no_run_behind(tiny_config, overri
 
 
 @pytest.mark.parametrize(
+    "override, message",
+    [
+        ("grpo.prompts_per_step=7", "grpo.prompts_per_step: 7 prompts a step, but the training data has only 6"),
+        ("judge.cache_dir=/dev/null/cache", "judge.cache_dir: cannot open a cache in /dev/null/cache"),
+        ("data.heldout={folder}/train.jsonl", "data.heldout: 6 of 6 prompts are in data.train too, such as 'train-0'"),
+        ("output=/dev/null/runs", "output: no run can be written in /dev/null/runs"),
+        ("output={folder}/train.jsonl", "output: no run can be written in"),
+        ("model=smollm2-135", "model: no model is called 'smollm2-135'; did you mean 'smollm2-135m'?"),
+        ("model=owner/absent", "model: owner/absent is neither a local folder, nor a known name (smollm2-135m), nor"),
+    ],
+)
+def test_what_can_be_known_is_said_before_a_model_is_loaded(tiny_config, monkeypatch, override, message):
+    config = tiny_config()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("rise_rl.launch.PolicyEngine", lambda *_, **__: pytest.fail("a model was loaded"))
+    code, output = run("train", config, override.format(folder=config.parent))
+    assert code == 2
+    assert output.startswith(f"error: {message}"), output
+    assert not (config.parent / "runs" / "tiny").exists()
+
+
+@pytest.mark.parametrize(
+    "command, message",
+    [
+        (["sample", "{model}", " "], "prompt: expected some text, found none"),
+        (["eval", "{config}", "--output", "/dev/null/x.json"], "--output: no file can be written in /dev/null"),
+        (["eval", "{config}", "--output", "{folder}"], "--output: expected a file, found the folder"),
+        (["compare", "{folder}", "{folder}", "--output", "{folder}"], "--output: expected a file, found the folder"),
+        (
+            ["grade", "{data}", "--rubrics", "{data}", "--output", "/dev/null/x.jsonl"],
+            "--output: no file can be written in /dev/null",
+        ),
+        (
+            ["plan", "{config}", "--device-memory", "-1"],
+            "Invalid value for '--device-memory': -1.0 is not in the range",
+        ),
+        (["data", "check", "{data}", "--max-prompt-tokens", "-3"], "Invalid value for '--max-prompt-tokens'"),
+        (["plateau", "{folder}"], "{folder}: not a run folder, it has no config.yaml"),
+        (["report", "{folder}"], "{folder}: not a run folder, it has no config.yaml"),
+        (["export", "{folder}", "{folder}/new"], "{folder}: not a run folder, it has no config.yaml"),
+        (["plateau", "{sft}"], "{sft}: a run of `rise-rl sft`, which has no reward gap"),
+    ],
+)
+def test_what_a_command_was_given_is_looked_at_first(tiny_config, tiny_folder, tmp_path, monkeypatch, command, message):
+    config = tiny_config()
+    config.rename(tmp_path / "tiny.yaml")  # a folder with a config.yaml would be a run's
+    monkeypatch.setattr("rise_rl.inference.FrozenPolicy", lambda *_, **__: pytest.fail("a model was loaded"))
+    sft = {"name": "s", "model": "m", "data": {"train": "train.jsonl"}}
+    RunFolder.create(tmp_path / "sft", SftConfig.model_validate(sft))
+    names = {
+        **{"config": tmp_path / "tiny.yaml", "data": tmp_path / "train.jsonl", "folder": tmp_path},
+        **{"sft": tmp_path / "sft", "model": tiny_folder},
+    }
+    code, output = run(*(part.format(**names) for part in command))
+    assert code == 2
+    assert message.format(**names) in output.replace("│ ", "").replace(" │", "")
+
+
+@pytest.mark.parametrize(
     "bad, message",
     [
         ('{"prompt": [\n', "train.jsonl, row 1"),
@@ -78,7 +139,7 @@ def test_a_criterion_that_nobody_can_judge_stops_the_run_at_once(tiny_config):
     replace_train(config, [example] * 2)
     code, output = run("train", config)
     assert code == 2
-    assert "judge" in output
+    assert "train.jsonl: prompt 'a': the criterion 'use the letter e' needs the llm grader" in output
 
 
 def test_overlong_prompts_can_be_dropped_and_are_counted(tiny_config):
@@ -139,6 +200,13 @@ def test_a_finished_run_can_be_reported_exported_sampled_and_evaluated(tiny_conf
     assert f"report: {folder / 'report.html'}" in output
     assert run("report", folder)[0] == 0
     assert "no plateau in 2 steps" in run("plateau", folder)[1]
+
+    before = (folder / "config.yaml").read_bytes()
+    code, output = run("train", config, "steps=1", "grpo.group_size=3", "--resume")
+    assert code == 0
+    for said in ("steps from 2 to 1", "grpo.group_size from 4 to 3", "no step left: 2 are done"):
+        assert said in output
+    assert (folder / "config.yaml").read_bytes() == before
 
     for name, flags in [("last", []), ("best", ["--best"])]:
         assert run("export", folder, tmp_path / name, *flags)[0] == 0

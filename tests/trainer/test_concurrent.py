@@ -30,7 +30,7 @@ def test_other_training_data_is_another_run(tiny_config):
     run_training(load_config(path))
     with (path.parent / "train.jsonl").open("a") as file:
         file.write(json.dumps(row("new", ["x"])) + "\n")
-    with pytest.raises(RunFolderError, match="is not the file the run began with"):
+    with pytest.raises(RunFolderError, match="is not the data the run began with"):
         run_training(load_config(path, ["steps=2"]), resume=True)
 
 

@@ -117,6 +117,17 @@ def test_a_judge_that_fails_makes_unknown_verdicts_and_no_rewards(tiny_config):
     assert m["sequences/forwarded"] + m["sequences/skipped"] <= 4 + 2  # only the graded prompt takes part
 
 
+@pytest.mark.parametrize("every, of", [(0, "step 1: all 8 answers"), (1, "held-out evaluation: all 4 answers")])
+def test_a_run_of_which_nothing_can_be_graded_stops(tiny_config, monkeypatch, every, of):
+    class Mute:
+        def grade(self, items):
+            return [[None] * len(item.criteria) for item in items]
+
+    monkeypatch.setattr("rise_rl.launch.grader_for", lambda *_, **__: Mute())
+    with pytest.raises(JudgeUnavailable, match=of):
+        run_training(load_config(tiny_config(steps=1, evaluation__every=every)))
+
+
 def test_a_judge_that_is_down_during_an_evaluation_costs_no_step_and_the_evaluation_comes_later(
     tiny_config, monkeypatch
 ):
