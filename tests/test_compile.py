@@ -11,8 +11,12 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import get_args
 
 import pytest
+
+from rise_kernels.inspect import jobs
+from rise_kernels.token_losses import GuideKind, KlEstimator
 
 pytestmark = pytest.mark.slow
 
@@ -46,6 +50,17 @@ def test_everything_compiles_for_every_architecture(reports):
     for arch in (80, 90, 100):
         kernels = {r["kernel"] for r in reports if r["arch"] == arch}
         assert kernels == {"forward", "backward", "statistics", "loss", "dlogits"}
+
+
+def test_the_row_kernel_compiles_with_every_choice_that_a_caller_has():
+    """On sm_90: both losses' kinds, every KL estimator, and every flag on and off (tests/triton runs them all)."""
+    variants = [job.constants for job in jobs((90,)) if job.kernel == "loss"]
+    seen = {name: {constants[name] for constants in variants} for name in variants[0]}
+    assert seen.pop("KL_ESTIMATOR") == set(get_args(KlEstimator))
+    assert seen.pop("GUIDE") == set(get_args(GuideKind))
+    flags = {name: values for name, values in seen.items() if not name.startswith("BLOCK")}
+    assert len(flags) == 8
+    assert all(values == {False, True} for values in flags.values()), flags
 
 
 def test_nothing_spills(reports):

@@ -95,11 +95,11 @@ def jobs(architectures: tuple[int, ...] = ARCHITECTURES) -> Iterator[Job]:
         for tile in TILES[arch // 10, 4]:
             yield _forward(arch, "fp32", tile, "fused")
             yield _backward(arch, "fp32", tile, "logprob")
-        yield _rows("statistics", arch)
-        yield _rows("loss", arch, guide_only=True)
-        yield _rows("loss", arch, guide_only=False)
+        yield _statistics(arch)
+        yield from (_loss(arch, *variant) for variant in (LOSSES if arch == 90 else LOSSES[-1:]))
         width = tiles[0].block_n
-        yield from (_dlogits(arch, dtype, width, softcap=False) for dtype in ("bf16", "fp16"))
+        for dtype in ("bf16", "fp16") if arch == 90 else ("bf16",):
+            yield _dlogits(arch, dtype, width, softcap=False)
         yield _dlogits(arch, "bf16", width, softcap=True)
 
 
@@ -134,15 +134,37 @@ def _gemm_job(
     return Job(kernel, variant, arch, dtype, constants, tile, absent, tile.num_warps, tile.num_stages)
 
 
-def _rows(kernel: str, arch: int, *, guide_only: bool = True) -> Job:
-    constants: dict[str, Any] = {"WITH_ENTROPY": True, "BLOCK_ROWS": BLOCK_ROWS, "BLOCK_TILES": BLOCK_TILES}
-    if kernel == "statistics":
-        return Job(kernel, "entropy", arch, "fp32", constants)
-    flags = ("HAS_POLICY", "HAS_OLD", "HAS_REF", "HAS_BEHAVIOUR", "HAS_DUAL", "HAS_CAP", "HAS_KL")
-    constants |= dict.fromkeys(flags, not guide_only) | {"KL_ESTIMATOR": "k3", "GUIDE": "log_support"}
-    unused = frozenset(("advantage", "old_logprob", "ref_logprob", "behaviour_logprob", "kl_out"))
-    variant = "guide" if guide_only else "every option"
-    return Job(kernel, variant, arch, "fp32", constants, absent=unused if guide_only else frozenset())
+_ROW_BLOCKS: dict[str, Any] = {"BLOCK_ROWS": BLOCK_ROWS, "BLOCK_TILES": BLOCK_TILES}
+_FLAGS = {  # of the row kernel, and the pointers that are None without them
+    "HAS_POLICY": ("advantage",), "HAS_OLD": ("old_logprob",), "HAS_REF": ("ref_logprob", "kl_out"), "HAS_KL": (),
+    "HAS_BEHAVIOUR": ("behaviour_logprob",), "HAS_CAP": (), "HAS_DUAL": (),
+    "WITH_ENTROPY": ("tile_slope", "entropy_out"),
+}  # fmt: skip
+# (variant, guide loss, KL estimator, flags that are off): every value of every choice that a caller has. The last holds
+# the most at a time.
+_NO_POLICY = tuple(name for name in _FLAGS if name != "WITH_ENTROPY")
+LOSSES: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
+    ("guide", "log_support", "k3", _NO_POLICY),
+    ("guide support", "support", "k3", (*_NO_POLICY, "WITH_ENTROPY")),
+    ("policy", "log_support", "k3", (*_NO_POLICY[1:], "WITH_ENTROPY")),
+    ("policy logprob k1", "logprob", "k1", ("HAS_KL", "HAS_CAP")),
+    ("policy support k2", "support", "k2", ("HAS_OLD", "HAS_DUAL")),
+    ("every option k3", "log_support", "k3", ()),
+    ("every option", "log_support", "k3_ratio", ()),
+)
+
+
+def _statistics(arch: int) -> Job:
+    return Job("statistics", "entropy", arch, "fp32", _ROW_BLOCKS | {"WITH_ENTROPY": True})
+
+
+def _loss(arch: int, variant: str, guide: str, kl_estimator: str, off: tuple[str, ...]) -> Job:
+    flags = {name: name not in off for name in _FLAGS}
+    absent = frozenset(pointer for name in off for pointer in _FLAGS[name])
+    return Job(
+        "loss", variant, arch, "fp32", _ROW_BLOCKS | flags | {"KL_ESTIMATOR": kl_estimator, "GUIDE": guide},
+        absent=absent,
+    )  # fmt: skip
 
 
 def _dlogits(arch: int, dtype: str, width: int, *, softcap: bool) -> Job:
