@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from rise_engine.checkpoint import CheckpointStore
 from rise_rl.cli import app
-from rise_rl.run_folder import RunFolder
 from rise_rl.sft_config import SftConfig
+from tests.run.synthetic import create
 from tests.trainer.conftest import row
 
 
@@ -89,10 +89,7 @@ def test_what_can_be_known_is_said_before_a_model_is_loaded(tiny_config, monkeyp
             ["grade", "{data}", "--rubrics", "{data}", "--output", "/dev/null/x.jsonl"],
             "--output: no file can be written in /dev/null",
         ),
-        (
-            ["plan", "{config}", "--device-memory", "-1"],
-            "Invalid value for '--device-memory': -1.0 is not in the range",
-        ),
+        (["plan", "{config}", "--device-memory", "-1"], "Invalid value for '--device-memory'"),
         (["data", "check", "{data}", "--max-prompt-tokens", "-3"], "Invalid value for '--max-prompt-tokens'"),
         (["plateau", "{folder}"], "{folder}: not a run folder, it has no config.yaml"),
         (["report", "{folder}"], "{folder}: not a run folder, it has no config.yaml"),
@@ -105,7 +102,7 @@ def test_what_a_command_was_given_is_looked_at_first(tiny_config, tiny_folder, t
     config.rename(tmp_path / "tiny.yaml")  # a folder with a config.yaml would be a run's
     monkeypatch.setattr("rise_rl.inference.FrozenPolicy", lambda *_, **__: pytest.fail("a model was loaded"))
     sft = {"name": "s", "model": "m", "data": {"train": "train.jsonl"}}
-    RunFolder.create(tmp_path / "sft", SftConfig.model_validate(sft))
+    create(tmp_path / "sft", SftConfig.model_validate(sft))
     names = {
         **{"config": tmp_path / "tiny.yaml", "data": tmp_path / "train.jsonl", "folder": tmp_path},
         **{"sft": tmp_path / "sft", "model": tiny_folder},
