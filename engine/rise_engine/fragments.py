@@ -99,6 +99,19 @@ def start_state(optimizer: torch.optim.Optimizer, master: Tensor, count: int) ->
         "step": torch.tensor(float(count), device=master.device) if fused else count,
         **{key: torch.zeros_like(master, memory_format=torch.preserve_format) for key in MOMENTS},
     }
+    if hasattr(optimizer, "ds_opt_adam"):
+        _recount(optimizer, count)
+
+
+def _recount(optimizer: Any, count: int) -> None:
+    """DeepSpeed's CPU Adam keeps powers of its betas beside its state, multiplied on in float32 at every update, but
+    begins with exact ones: without the updates gone by (of nothing, here), a resumed run would round differently.
+    """
+    nothing = torch.empty(0)
+    group = optimizer.param_groups[0]
+    rest = (group["lr"], *group["betas"], group["eps"], group["weight_decay"], group["bias_correction"])
+    for step in range(1, count + 1):
+        optimizer.ds_opt_adam.adam_update(optimizer.opt_id, step, *rest, *[nothing] * 4)
 
 
 def renew_weights(policy: PolicyEngine) -> None:

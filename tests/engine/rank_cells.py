@@ -61,7 +61,7 @@ def weights(policy: PolicyEngine) -> list[float]:
 
 
 def digest(policy: PolicyEngine) -> str:
-    text = b"".join(w.contiguous().numpy().tobytes() for _, w in named_weights(policy))
+    text = b"".join(w.float().contiguous().numpy().tobytes() for _, w in named_weights(policy))
     return hashlib.sha256(text).hexdigest()
 
 

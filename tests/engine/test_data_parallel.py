@@ -26,9 +26,9 @@ def launch(ranks: int, model: Path, folder: Path) -> dict:
     return json.loads((folder / f"ranks-{ranks}.json").read_text())
 
 
-def agree(found: list[list[float]], expected: list[list[float]], what: object) -> None:
+def agree(found: list[list[float]], expected: list[list[float]], what: object, close: dict = CLOSE) -> None:
     for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
-        assert ours == pytest.approx(theirs, **CLOSE), (what, step)
+        assert ours == pytest.approx(theirs, **close), (what, step)
 
 
 @pytest.mark.slow
