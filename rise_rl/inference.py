@@ -25,7 +25,8 @@ from .config import Config, ConfigError
 from .data import load_examples
 from .fetch import find_model, resolve_model
 from .graders.base import Message
-from .launch import blaming, check_context, fitting, grader_for
+from .launch import blaming, fitting, grader_for
+from .limits import check_context
 from .progress import Progress
 from .rollout_choice import choose, make_rollouts
 from .run_folder import RunFolder, RunFolderError

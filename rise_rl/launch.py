@@ -27,6 +27,7 @@ from .graders.judge_config import JudgeConfig
 from .graders.plugin import load_grader
 from .graders.routing import RoutingGrader
 from .graders.rule import RuleGrader
+from .limits import check_context, check_ranks
 from .progress import Progress
 from .ranks import Ranks
 from .rollout_choice import choose, make_rollouts
@@ -70,15 +71,6 @@ def grader_for(
         with blaming(source):
             grader.require(examples)
     return grader
-
-
-def check_context(config: Config, context_length: int, *, guidance: bool) -> None:
-    """ConfigError unless the longest prompt, hint and answer fit the model together."""
-    section = "scaffold" if config.scaffold.enabled else "guidance"
-    needed = config.data.max_prompt_tokens + config.rollout.max_new_tokens + (config.hint_tokens if guidance else 0)
-    if needed > context_length:
-        parts = f"data.max_prompt_tokens + {f'{section}.budget_tokens + ' if guidance else ''}rollout.max_new_tokens"
-        raise ConfigError(f"{parts} = {needed}, but {config.model} has a context of {context_length} tokens")
 
 
 def check_scaffold(config: Config, tokenizer: object, example: Example) -> None:
@@ -129,7 +121,7 @@ def run_training(config: Config, *, resume: bool = False, console: Console | Non
     """
     ranks = Ranks.join(timedelta(minutes=config.engine.timeout_minutes))
     console = (console or Console()) if ranks.first else Console(quiet=True)
-    check_ranks(config, ranks.world_size)
+    check_ranks(config, ranks.world_size, has_vllm=installed())
     train, heldout, grader = ranks.each(data_and_grader, config)
     ranks.once(find_model, config.model)
     model = ranks.each(resolve_model, config.model)
@@ -182,22 +174,6 @@ def run_training(config: Config, *, resume: bool = False, console: Console | Non
     if not finished:
         raise Interrupted(folder)
     return folder
-
-
-def check_ranks(config: Config, world_size: int) -> None:
-    """ConfigError, before anything heavy is loaded, for what cannot run on `world_size` ranks."""
-    if world_size > config.grpo.prompts_per_step:
-        raise ConfigError(
-            f"grpo.prompts_per_step: {config.grpo.prompts_per_step} prompts a step for {world_size} ranks, but each "
-            "rank samples whole prompts and needs at least one"
-        )
-    by_transformers = config.rollout.engine == "transformers" or (config.rollout.engine == "auto" and not installed())
-    if world_size > 1 and config.engine.effective_zero_stage == 3 and by_transformers:
-        raise ConfigError(
-            f"engine.zero_stage: 3 on {world_size} ranks, but the rollouts are sampled by transformers from the "
-            "trainer's own weights, which stage 3 splits over ranks that finish at different times; use stage 2, or "
-            "vLLM"
-        )
 
 
 def data_and_grader(config: Config) -> tuple[list[Example], list[Example], Grader]:

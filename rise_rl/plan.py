@@ -24,12 +24,14 @@ from rise_engine.memory_plan import (
     head_workspace,
     plan_memory,
 )
-from rise_engine.model_shapes import PUBLISHED, model_shape
+from rise_engine.model_shapes import PUBLISHED, file_shape, model_shape
 from rise_engine.plan_settings import setting_of
 from rise_engine.rollout_memory import vllm_asleep, vllm_needs, vllm_rows
 
 from .config import Config, ConfigError
+from .errors import RiseError
 from .fetch import resolve_model
+from .limits import check_context, check_ranks
 
 GIB = 2**30
 RESERVE = 1 * GIB
@@ -67,15 +69,17 @@ def plan_run(
 ) -> RunPlan:
     """device_gib: plan for a GPU of that size; None: for this machine's GPU, or its host memory shared by the ranks.
 
-    Raises ConfigError or FetchError, naming the model, where its shape cannot be had.
+    Raises ConfigError for what `train` would refuse too, and where the model's shape cannot be had (or FetchError).
     """
     on_cpu = device_gib is None and not torch.cuda.is_available()
     device_bytes = round(device_gib * GIB) if device_gib is not None else _memory_here(ranks)
-    shape = _shape(config, model_config)
-    work = workload(config, shape, ranks)
     # `auto` is vLLM where it is installed: on a GPU machine to come it is taken to be.
-    chosen = config.rollout.engine
-    with_vllm = chosen == "vllm" or (chosen == "auto" and (not on_cpu or find_spec("vllm") is not None))
+    has_vllm = not on_cpu or find_spec("vllm") is not None
+    check_ranks(config, ranks, has_vllm=has_vllm)
+    shape = _shape(config, model_config)
+    check_context(config, shape.context, guidance=config.hints)
+    work = workload(config, shape, ranks)
+    with_vllm = config.rollout.engine == "vllm" or (config.rollout.engine == "auto" and has_vllm)
     setting = setting_of(
         config.engine,
         ranks=ranks,
@@ -111,12 +115,12 @@ def workload(config: Config, shape: ModelShape, ranks: int) -> Workload:
 def _shape(config: Config, model_config: Path | None) -> ModelShape:
     if model_config is None and config.model in PUBLISHED:
         return PUBLISHED[config.model]
-    source = resolve_model(config.model) if model_config is None else model_config
     try:
-        shape = model_shape(source)
+        return model_shape(resolve_model(config.model)) if model_config is None else file_shape(model_config)
+    except RiseError:
+        raise
     except ValueError as error:
-        raise ConfigError(f"model: {error}") from error
-    return shape
+        raise ConfigError(f"{'model' if model_config is None else '--model-config'}: {error}") from error
 
 
 def _memory_here(ranks: int) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
+from .deepspeed_config import REDUCE_BUCKET
 from .memory_plan import ModelShape, Setting, Workload, plan_memory
 from .rollout_memory import FLOAT32, vllm_needs, vllm_rows, vllm_share
 
@@ -96,9 +97,9 @@ def _shares(shape: ModelShape, work: Workload, s: Setting, limit: float, device_
 
 def _changes(work: Workload, s: Setting) -> Iterator[Change]:
     """Those that are not made yet, cheapest first."""
-    bucket = "engine.deepspeed.zero_optimization.reduce_bucket_size"
-    if s.stage and s.bucket > 50_000_000:
-        yield bucket, "50000000", {}, {"bucket": 50_000_000}
+    if s.stage and s.bucket > REDUCE_BUCKET:
+        bucket = "engine.deepspeed.zero_optimization.reduce_bucket_size"
+        yield bucket, str(REDUCE_BUCKET), {}, {"bucket": REDUCE_BUCKET}
     if (s.vllm is None or s.on_cpu) and work.rows > 8:
         rows = max(8, work.rows // 2)
         yield "rollout.max_rows", str(rows), {"rows": rows}, {}
@@ -115,8 +116,7 @@ def _changes(work: Workload, s: Setting) -> Iterator[Change]:
     stages = (2, 3) if s.vllm is not None else (2,)
     for stage in stages:
         if s.ranks > 1 and s.stage < stage:
-            smaller = min(s.bucket, 50_000_000)
-            yield "engine.zero_stage", f"{stage} (and {bucket}=50000000)", {}, {"stage": stage, "bucket": smaller}
+            yield "engine.zero_stage", str(stage), {}, {"stage": stage}
     live = 100_000_000
     if s.stage == 3 and s.live > live:
         yield "engine.deepspeed.zero_optimization.stage3_max_live_parameters", str(live), {}, {"live": live}

@@ -14,6 +14,7 @@ from typing import Any
 
 from rise_kernels.chunked import CPU_WORKSPACE
 
+from .deepspeed_config import REDUCE_BUCKET
 from .rollout_memory import FLOAT32, kv_cache, vllm_asleep, vllm_share, weights_under_way
 
 CAUSAL_LMS = ("qwen3", "qwen2", "llama", "mistral")
@@ -43,6 +44,7 @@ class ModelShape:
         if kind not in CAUSAL_LMS:
             raise ValueError(f"model_type: expected one of {', '.join(CAUSAL_LMS)}, found {kind!r}")
         needed = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        needed += ("max_position_embeddings",)
         missing = [key for key in needed if not isinstance(config.get(key), int)]
         if missing:
             raise ValueError(f"{', '.join(missing)}: missing in the model's configuration")
@@ -58,7 +60,7 @@ class ModelShape:
             tied=bool(config.get("tie_word_embeddings", False)),
             qk_norm=kind == "qwen3",
             qkv_bias=kind == "qwen2" or bool(config.get("attention_bias", False)),
-            context=config.get("max_position_embeddings", 0),
+            context=config["max_position_embeddings"],
         )
 
     @property
@@ -160,9 +162,9 @@ class Workload:
 @dataclass(frozen=True)
 class Setting:
     """How the policy is held. dtype_bytes: 4 or 2. bucket: DeepSpeed's reduce_bucket_size in elements; overlap: its
-    overlap_comm; live: stage3_max_live_parameters. head_budget: bytes. lora_rank: None trains every weight. on_cpu:
-    device and host are one memory. vllm: share of a GPU that vLLM takes while it samples, None for transformers
-    rollouts; vllm_ranks: how many hold one copy of its model; vllm_sleep: what it gives back in between
+    overlap_comm, from stage 2 on; live: stage3_max_live_parameters. head_budget: bytes. lora_rank: None trains every
+    weight. on_cpu: device and host are one memory. vllm: share of a GPU that vLLM takes while it samples, None for
+    transformers rollouts; vllm_ranks: how many hold one copy of its model; vllm_sleep: what it gives back in between
     (rollout/vllm_config.py).
     """
 
@@ -171,7 +173,7 @@ class Setting:
     dtype_bytes: int
     checkpointing: bool
     head_budget: int
-    bucket: int = 500_000_000
+    bucket: int = REDUCE_BUCKET
     overlap: bool = False
     live: int = 1_000_000_000
     offload_optimizer: bool = False

@@ -43,15 +43,21 @@ def model_shape(source: str | Path) -> ModelShape:
     """
     path = Path(source).expanduser()
     if path.is_dir() or path.suffix == ".json":
-        file = path / "config.json" if path.is_dir() else path
-        try:
-            found = json.loads(file.read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{file}: not a JSON file: {error}") from error
-        return _shape(found, str(file))
+        return file_shape(path / "config.json" if path.is_dir() else path)
     if str(source) in PUBLISHED:
         return PUBLISHED[str(source)]
     return _shape(_hub_config(str(source)), str(source))
+
+
+def file_shape(file: Path) -> ModelShape:
+    """Of a config.json, whatever its name. Raises ValueError, also where it cannot be read."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{file}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise ValueError(f"{file}: not a JSON file: {error}") from error
+    return _shape(found, str(file))
 
 
 def _shape(config: Any, where: str) -> ModelShape:

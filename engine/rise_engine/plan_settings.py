@@ -18,16 +18,15 @@ def setting_of(
     if config.dtype == "auto":
         config = config.model_copy(update={"dtype": "float32" if on_cpu else "bfloat16"})
     zero = deepspeed_config(config, ranks)["zero_optimization"]
-    stage = zero["stage"]
     raw = config.deepspeed.get("zero_optimization", {})
     return Setting(
         ranks=ranks,
-        stage=stage,
+        stage=zero["stage"],
         dtype_bytes=config.torch_dtype.itemsize,
         checkpointing=config.activation_checkpointing,
         head_budget=config.head_budget_mib << 20,
         bucket=int(zero.get("reduce_bucket_size", Setting.bucket)),
-        overlap=bool(raw.get("overlap_comm", stage >= 2 and not on_cpu)),
+        overlap=bool(raw.get("overlap_comm", not on_cpu)),
         live=int(zero.get("stage3_max_live_parameters", Setting.live)),
         offload_optimizer="offload_optimizer" in zero,
         offload_parameters="offload_param" in zero,

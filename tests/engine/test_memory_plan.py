@@ -99,7 +99,7 @@ def test_published_shapes_have_the_published_numbers_of_parameters(name, total, 
 def test_models_that_cannot_be_planned_are_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match=r"model_type: expected one of qwen3, .* found 'gemma3'"):
         ModelShape.from_config({"model_type": "gemma3"})
-    with pytest.raises(ValueError, match="hidden_size, num_attention_heads: missing"):
+    with pytest.raises(ValueError, match="hidden_size, num_attention_heads, max_position_embeddings: missing"):
         ModelShape.from_config(
             {"model_type": "qwen3", "vocab_size": 10, "intermediate_size": 4, "num_hidden_layers": 1}
         )

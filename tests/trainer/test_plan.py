@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from rise_engine import memory_advice
 from rise_engine.memory_plan import plan_memory
 from rise_rl.config import load_config
 from rise_rl.plan import plan_run, workload
 from tests.trainer.test_cli import run
 
 GIB = 2**30
+EIGHT = "grpo.prompts_per_step=8"  # a prompt for each of eight ranks
 
 
 def test_a_plan_names_what_is_held_and_says_that_it_fits(tiny_config):
@@ -28,6 +30,7 @@ def test_a_plan_names_what_is_held_and_says_that_it_fits(tiny_config):
 def test_what_does_not_fit_exits_with_1_and_advice(tiny_config):
     config = tiny_config()
     big = ("model=Qwen/Qwen3-4B", "rollout.max_new_tokens=8192", "data.max_prompt_tokens=4096", "engine.zero_stage=2")
+    big += (EIGHT,)
     code, output = run("plan", config, *big, "--ranks", "8", "--device-memory", "40")
     assert code == 1
     assert "does NOT fit" in output
@@ -35,18 +38,32 @@ def test_what_does_not_fit_exits_with_1_and_advice(tiny_config):
     assert "engine.activation_checkpointing=true: saves" in output
 
 
-def test_advice_when_followed_gives_the_peak_that_was_promised(tiny_config):
-    keys = ["model=Qwen/Qwen3-4B", "rollout.max_new_tokens=8192", "engine.zero_stage=2", "rollout.engine=transformers"]
-    before = plan_run(load_config(tiny_config(), keys), ranks=8, device_gib=60)
+@pytest.mark.parametrize(
+    "keys, ranks, gib, advised",
+    [
+        (
+            ["model=Qwen/Qwen3-4B", "rollout.max_new_tokens=8192", "engine.zero_stage=2"],
+            8,
+            60,
+            "engine.activation_checkpointing",
+        ),
+        (["model=Qwen/Qwen3-1.7B", "engine.dtype=float32", "engine.zero_stage=0"], 4, 24, "engine.zero_stage"),
+        (["model=Qwen/Qwen3-1.7B", "engine.dtype=float32", "engine.zero_stage=0"], 1, 24, "engine.offload.optimizer"),
+    ],
+)
+def test_advice_when_followed_gives_the_peak_that_was_promised(tiny_config, monkeypatch, keys, ranks, gib, advised):
+    keys = [*keys, EIGHT, "rollout.engine=transformers"]
+    changes = memory_advice._changes
+    # Float32 stays: with bfloat16 advised first, no other stage would be.
+    monkeypatch.setattr(memory_advice, "_changes", lambda *a: (c for c in changes(*a) if c[0] != "engine.dtype"))
+    before = plan_run(load_config(tiny_config(), keys), ranks=ranks, device_gib=gib)
     assert not before.fits
-    assert before.advice
-    # `engine.zero_stage` advises the bucket size beside the stage, in brackets.
-    assert all("(" not in a.value for a in before.advice)
-    after = plan_run(
-        load_config(tiny_config(), keys + [f"{a.key}={a.value}" for a in before.advice]), ranks=8, device_gib=60
-    )
-    assert after.fits
+    assert advised in [a.key for a in before.advice]
+    made = re.findall(r"([\w.]+)=([\w.]+)", " ".join(f"{a.key}={a.value}" for a in before.advice))
+    changed = load_config(tiny_config(), keys + [f"{key}={value}" for key, value in made])
+    after = plan_run(changed, ranks=ranks, device_gib=gib)
     assert after.memory.peak == pytest.approx(before.advice[-1].peak)
+    assert after.fits
 
 
 GPUS = ("--ranks", "8", "--device-memory", "80")
@@ -65,7 +82,7 @@ def test_the_papers_recipes_fit_the_gpus_they_are_for(recipe, monkeypatch):
 
 def test_a_share_too_small_for_vllm_does_not_fit_and_one_with_room_says_how_much_more_would(tiny_config):
     big = ["model=Qwen/Qwen3-14B", "rollout.max_new_tokens=8192", "data.max_prompt_tokens=4096", "engine.zero_stage=3"]
-    big += ["engine.activation_checkpointing=true", "guidance.rollouts=8"]
+    big += ["engine.activation_checkpointing=true", "guidance.rollouts=8", EIGHT]
     code, output = run("plan", tiny_config(), *big, "rollout.vllm.memory_fraction=0.3", *GPUS)
     assert code == 1
     assert "vLLM will NOT start; peak" in output
@@ -108,7 +125,35 @@ def test_a_model_of_another_kind_is_refused(tiny_config, tmp_path):
     file.write_text(json.dumps({"model_type": "mamba"}))
     code, output = run("plan", tiny_config(), "--model-config", file)
     assert code == 2
+    assert "--model-config: " in output
     assert "model_type: expected one of qwen3, qwen2, llama, mistral, found 'mamba'" in output
+
+
+@pytest.mark.parametrize("name, message", [("t.yaml", "not a JSON file"), ("absent.json", "cannot be read (No such")])
+def test_a_configuration_file_of_the_model_that_is_none_is_named_with_its_option(tiny_config, tmp_path, name, message):
+    (tmp_path / "t.yaml").write_text("model: m\n")
+    code, output = run("plan", tiny_config(), "--model-config", tmp_path / name)
+    assert code == 2
+    assert f"error: --model-config: {tmp_path / name}: {message}" in output
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--ranks", "64"], "grpo.prompts_per_step: 2 prompts a step for 64 ranks"),
+        (["rollout.max_new_tokens=100000"], "has a context of 512 tokens"),
+        (["engine.zero_stage=3", "rollout.engine=transformers", "--ranks", "2"], "engine.zero_stage: 3 on 2 ranks"),
+    ],
+)
+def test_what_train_refuses_is_not_planned(tiny_config, arguments, message):
+    code, output = run("plan", tiny_config(), *arguments)
+    assert code == 2
+    assert message in output
+
+
+def test_on_gpus_to_come_auto_is_vllm_which_samples_under_stage_3(tiny_config):
+    config = load_config(tiny_config(), ["engine.zero_stage=3", "rollout.engine=auto"])
+    assert plan_run(config, ranks=2, device_gib=80).setting.vllm is not None
 
 
 def test_the_workload_is_the_longest_that_the_configuration_allows(tiny_config):

@@ -118,12 +118,15 @@ def test_two_ranks_are_one_run_and_survive_what_happens_to_either(config, tmp_pa
 
 def test_what_cannot_run_on_several_ranks_is_refused_before_anything_is_loaded(config):
     from rise_rl.config import ConfigError
-    from rise_rl.launch import check_ranks
+    from rise_rl.limits import check_ranks
 
-    check_ranks(load_config(config), 3)
+    check_ranks(load_config(config), 3, has_vllm=False)
     with pytest.raises(ConfigError, match=r"grpo\.prompts_per_step: 3 prompts a step for 4 ranks"):
-        check_ranks(load_config(config), 4)
-    split = load_config(config, ["engine.zero_stage=3", "rollout.engine=transformers"])
-    check_ranks(split, 1)
-    with pytest.raises(ConfigError, match=r"engine\.zero_stage: 3 on 2 ranks.*use stage 2"):
-        check_ranks(split, 2)
+        check_ranks(load_config(config), 4, has_vllm=False)
+    by_transformers = load_config(config, ["engine.zero_stage=3", "rollout.engine=transformers"])
+    split = load_config(config, ["engine.zero_stage=3", "rollout.engine=auto"])
+    check_ranks(split, 1, has_vllm=False)
+    check_ranks(split, 2, has_vllm=True)
+    for refused, has_vllm in ((by_transformers, True), (split, False)):
+        with pytest.raises(ConfigError, match=r"engine\.zero_stage: 3 on 2 ranks.*use stage 2"):
+            check_ranks(refused, 2, has_vllm=has_vllm)
