@@ -238,7 +238,7 @@ class RunConfig(Section):
     seed: int = Field(0, description="Every random choice derives from it.")
     output: str = Field("runs", description="Folder that run folders are made in.")
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
-        ("tensorboard",), description="Where curves go; TensorBoard is always written."
+        ("tensorboard",), description="Where curves go, besides metrics.jsonl and evals.jsonl."
     )
     data: DataConfig
     engine: EngineConfig = Field(default_factory=EngineConfig)

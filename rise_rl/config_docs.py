@@ -7,10 +7,12 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel
+import yaml
+from pydantic import BaseModel, TypeAdapter
 from pydantic_core import PydanticUndefined
 
 from .config import Config
+from .config_errors import section_of
 from .sft_config import SftConfig
 
 PAGE = Path(__file__).parents[1] / "docs" / "config.md"
@@ -26,11 +28,6 @@ SFT = """## rise-rl sft
 The supervised baseline (docs/baselines.md) has a file of its own kind: name, model, seed, output, trackers, data,
 engine and checkpoint as above, and these.
 """
-
-
-def nested_model(annotation: Any) -> type[BaseModel] | None:
-    options = [annotation, *get_args(annotation)]
-    return next((o for o in options if isinstance(o, type) and issubclass(o, BaseModel)), None)
 
 
 def type_name(annotation: Any) -> str:
@@ -59,13 +56,19 @@ def default_text(field: Any) -> str:
         return ""
     if isinstance(default, tuple) and default and len(str(default)) > 60:
         return f"{len(default)} built-in"
-    return "`null`" if default is None else f"`{default}`"
+    return f"`{as_yaml(field.annotation, default)}`"
+
+
+def as_yaml(annotation: Any, value: Any) -> str:
+    """A value of a key of this type as it stands in a configuration file, on one line."""
+    plain = TypeAdapter(annotation).dump_python(value, mode="json")
+    return yaml.safe_dump(plain, default_flow_style=True, width=1000).removesuffix("...\n").strip()
 
 
 def rows(model: type[BaseModel], prefix: str = "") -> list[str]:
     lines = []
     for name, field in model.model_fields.items():
-        key, inner = f"{prefix}{name}", nested_model(field.annotation)
+        key, inner = f"{prefix}{name}", section_of(field.annotation)
         kind = "section" if inner else type_name(field.annotation)
         text = (field.description or (inner.__doc__ if inner else "") or "").strip().split("\n\n")[0].replace("\n", " ")
         lines.append(f"| `{key}` | {kind} | {default_text(field)} | {text.replace('|', 'or')} |")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -32,13 +32,13 @@ def _place(model: type[BaseModel], mistake: Any) -> tuple[list[str], type[BaseMo
             keys.append(str(part))
             around = section
         if section is not None and known:
-            section = _section_at(section, str(part))
+            section = section_of(section.model_fields[str(part)].annotation)
     return keys, around
 
 
-def _section_at(model: type[BaseModel], key: str) -> type[BaseModel] | None:
-    annotation = model.model_fields[key].annotation
-    options = [annotation, *getattr(annotation, "__args__", ())]
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """The section that stands under a key of this type, maybe beside null."""
+    options = [annotation, *get_args(annotation)]
     return next((o for o in options if isinstance(o, type) and issubclass(o, BaseModel)), None)
 
 

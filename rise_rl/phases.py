@@ -1,4 +1,4 @@
-"""How long each phase of a step took."""
+"""The phases of a step, by the names of the metrics time/*, and how long each took."""
 
 from __future__ import annotations
 
@@ -6,6 +6,17 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+PHASES = {
+    "rollout": "natural rollouts",
+    "guided_rollout": "guided rollouts",
+    "grade": "grading",
+    "train": "training",
+    "sync": "weight sync",
+    "evaluate": "held-out evaluation",
+    "checkpoint": "checkpoints",
+}
+"""How a person is told of them."""
 
 
 class PhaseTimes:

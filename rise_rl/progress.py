@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
-PHASES = {"rollout": "natural rollouts", "guided_rollout": "guided rollouts", "evaluate": "held-out evaluation"}
+from .phases import PHASES
 
 
 def number(value: float | None, form: str = ".3f") -> str:

@@ -37,7 +37,7 @@ class RunFolderError(RiseError):
 
 
 class RunFolder:
-    """`RunFolder(path)` reads a run; `create` and `resume` open one for writing (as a context manager: with trackers).
+    """`RunFolder(path)` reads a run; `new` and `resume` open one for writing (as a context manager: with trackers).
 
     A multi-process run has one writer, its first process.
     """
@@ -74,13 +74,6 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         write_aside(self.path / "config.yaml", dump_config(config))
         self._write_manifest(make_manifest(config) | {"resumes": []})
-
-    @classmethod
-    def create(cls, path: str | Path, config: RunConfig) -> RunFolder:
-        """`new` and `begin` in one."""
-        run = cls.new(path, config)
-        run.begin()
-        return run
 
     @classmethod
     def resume(cls, path: str | Path, config: RunConfig) -> RunFolder:
@@ -231,7 +224,7 @@ class RunFolder:
 
     def _writable(self) -> RunConfig:
         if self._config is None:
-            raise ValueError(f"{self.path}: opened for reading; use RunFolder.create or RunFolder.resume to write")
+            raise ValueError(f"{self.path}: opened for reading; use RunFolder.new or RunFolder.resume to write")
         return self._config
 
     def _write_manifest(self, manifest: Mapping[str, Any]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
@@ -32,5 +33,10 @@ class SftConfig(RunConfig):
 
 def run_config(run: RunFolder) -> RunConfig:
     """The configuration of a run, whichever command wrote it. RunFolderError for a folder that is no run."""
-    model = SftConfig if "answers_per_step" in run.config() else Config
+    model = SftConfig if of_sft(run.config()) else Config
     return load_as(model, run.path / "config.yaml", [])
+
+
+def of_sft(config: Mapping[str, Any]) -> bool:
+    """Whether a run folder's config.yaml, of whatever version, is one of `rise-rl sft`."""
+    return "answers_per_step" in config

@@ -1,4 +1,4 @@
-"""Where curves go besides metrics.jsonl: TensorBoard always, wandb and trackio where asked for."""
+"""Where curves go besides metrics.jsonl: TensorBoard, wandb and trackio."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def is_evaluation(values: Mapping[str, float]) -> bool:
 
 def check_trackers(names: Sequence[str]) -> None:
     """Raises RiseError, before anything is made, for a tracker that is asked for and not installed."""
-    for name in dict.fromkeys(["tensorboard", *names]):
+    for name in names:
         if importlib.util.find_spec(name) is None:
             raise RiseError(f"trackers: {name} is not installed; `pip install {name}`, or leave it out of `trackers`")
 
@@ -115,13 +115,14 @@ def open_trackers(
     sent_until: int = -1,
     evaluated_until: int = -1,
 ) -> list[Tracker]:
-    """TensorBoard and the others in `names`. resumed_after: step of the checkpoint a run goes on from, None for a new
+    """Those in `names`. resumed_after: step of the checkpoint a run goes on from, None for a new
     run; sent_until, evaluated_until: last step and last evaluation that were logged before it.
     """
     check_trackers(names)
-    trackers: list[Tracker] = [
-        TensorBoard(folder / "tensorboard", None if resumed_after is None else first_step_again(resumed_after))
-    ]
+    trackers: list[Tracker] = []
+    if "tensorboard" in names:
+        purge = None if resumed_after is None else first_step_again(resumed_after)
+        trackers.append(TensorBoard(folder / "tensorboard", purge))
     if "wandb" in names:
         trackers.append(Unrepeated(Wandb(folder, name, run_id, config), sent_until, evaluated_until))
     if "trackio" in names:

@@ -53,7 +53,9 @@ class EngineConfig(BaseModel):
         "begins with a step of zero gradient), and in its stage 1 every rank holds all of the float32 gradient.",
     )
     lr: float = Field(1e-6, ge=0, description="Learning rate after warm-up; constant from there.")
-    warmup_steps: int = Field(10, ge=0, description="Steps over which the rate rises linearly from lr/warmup_steps.")
+    warmup_steps: int = Field(
+        10, ge=0, description="Optimizer updates over which the rate rises linearly from lr/warmup_steps."
+    )
     weight_decay: float = Field(0.1, ge=0, description="AdamW's decoupled weight decay; norms and biases have none.")
     betas: tuple[Beta, Beta] = Field((0.9, 0.999), description="AdamW's betas.")
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon.")

@@ -46,7 +46,7 @@ class JudgeConfig(BaseModel):
     max_retries: int = Field(
         8, ge=0, description="Further tries of a call after a time-out, a lost connection, 408, 409, 425, 429 or 5xx."
     )
-    backoff_s: float = Field(0.5, gt=0, description="Try n + 1 waits a random time up to backoff_s * 2**n seconds.")
+    backoff_s: float = Field(0.5, gt=0, description="After try n: a random wait up to backoff_s * 2**(n-1) seconds.")
     backoff_max_s: float = Field(30.0, gt=0, description="Upper end of that random time.")
     breaker_failures: int = Field(
         16, ge=1, description="Responses with calls that fail for good, no call succeeding, before the run stops."

@@ -19,7 +19,7 @@ from markupsafe import Markup
 from ..errors import RiseError
 from ..run_folder import write_aside
 from .compare_figures import PANELS, panel_svg
-from .heatmap import HeatMap, Row, heat_map
+from .heatmap import HeatMap, Row, heat_map, topic_share
 from .page import HTML_ROWS, heat_cell, heat_scale, render
 from .summary import UNSET, RunData, flat
 
@@ -227,8 +227,8 @@ def heat_blocks(groups: Sequence[Group]) -> dict[str, Any] | None:
             for row in rows
         ]
         shares = [
-            heat.topic_share([found[_key(row)] for row in all_rows[topic]], step)
-            for _, heat, found, steps in columns
+            topic_share([found[_key(row)] for row in all_rows[topic]], step)
+            for _, _, found, steps in columns
             for step in steps
         ]
         topics.append({"name": topic, "lines": lines, "shares": ["" if s is None else f"{s:.0%}" for s in shares]})

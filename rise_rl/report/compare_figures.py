@@ -30,16 +30,10 @@ def evaluated(name: str) -> Series:
     return lambda run: run.eval_series(name)
 
 
-def guided_gap(run: RunData) -> tuple[Sequence[int], Sequence[float | None]]:
-    """While there are guided answers; afterwards the smoothed value only repeats."""
-    active = run.series("guidance/active")
-    return run.steps, [v if on else None for v, on in zip(run.series("gap/smoothed"), active)]
-
-
 PANELS: dict[str, tuple[str, Series]] = {
     "held-out reward": ("Held-out reward, no guidance", evaluated("reward/mean")),
     "natural reward": ("Natural reward in training, smoothed", logged("reward/natural_smoothed")),
-    "gap": ("Reward gap, guided minus natural, smoothed", guided_gap),
+    "gap": ("Reward gap, guided minus natural, smoothed", lambda run: (run.steps, run.guided_gap)),
     "entropy": ("Entropy of the policy (nats)", logged("entropy")),
     "length": ("Answer length in training (tokens)", logged("length/natural_mean")),
     "held-out length": ("Held-out answer length (tokens)", evaluated("length/mean")),

@@ -17,8 +17,9 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
+from ..phases import PHASES
 from .heatmap import HeatMap, Row
-from .summary import OTHER, PHASES, RunData
+from .summary import OTHER, RunData
 
 # Okabe and Ito's palette.
 BLUE, ORANGE, GREEN, PURPLE, GREY, INK = "#0072B2", "#D55E00", "#009E73", "#AA4499", "#8A8F98", "#1F2430"
@@ -84,9 +85,9 @@ def faint(axes: Axes, steps: Sequence[int], values: Sequence[float | None], colo
     return curve(axes, steps, values, colour, label, alpha=0.35, linewidth=1.1)
 
 
-def evaluations(axes: Axes, run: RunData, name: str, label: str = "held-out, no guidance") -> bool:
+def evaluations(axes: Axes, run: RunData, name: str) -> bool:
     steps, values = run.eval_series(name)
-    return curve(axes, steps, values, GREEN, label, marker="D", markersize=5, linewidth=1.6)
+    return curve(axes, steps, values, GREEN, "held-out, no guidance", marker="D", markersize=5, linewidth=1.6)
 
 
 # --- one panel each -------------------------------------------------------------------------------------------------
@@ -103,8 +104,7 @@ def draw_reward(axes: Axes, run: RunData) -> bool:
 def draw_gap(axes: Axes, run: RunData) -> bool:
     axes.set_title("Reward gap, guided minus natural")
     drawn = faint(axes, run.steps, run.series("gap/raw"), PURPLE, "raw")
-    guided = [v if row.get("guidance/active") else None for v, row in zip(run.series("gap/smoothed"), run.metrics)]
-    curve(axes, run.steps, guided, PURPLE, "smoothed")
+    curve(axes, run.steps, run.guided_gap, PURPLE, "smoothed")
     axes.axhline(0, color=GREY, linewidth=0.9)
     return drawn
 
@@ -237,10 +237,10 @@ def inline_svg(figure: Figure) -> str:
 
 def curves_figure(run: RunData) -> Figure:
     """Reward, gap, entropy and kept share on one sheet, for a README."""
-    panels = [("reward", draw_reward), ("gap", draw_gap), ("entropy", draw_entropy), ("kept", draw_kept)]
+    panels = [draw_reward, draw_gap, draw_entropy, draw_kept]
     figure = Figure(figsize=(11, 6.6), layout=ConstrainedLayoutEngine(h_pad=0.1, w_pad=0.1))
     grid = figure.subplots(2, 2)
-    for axes, (_, draw) in zip(grid.flat, panels):
+    for axes, draw in zip(grid.flat, panels):
         if draw(axes, run):
             finish(axes, run)
             if len(axes.get_legend_handles_labels()[0]) > 1:

@@ -22,6 +22,12 @@ class Row:
         return self.failures[step] / self.samples[step] if self.samples.get(step) else None
 
 
+def topic_share(rows: Sequence[Row], step: int) -> float | None:
+    """Of all judged answers to the criteria of a topic."""
+    judged = sum(r.samples.get(step, 0) for r in rows)
+    return sum(r.failures.get(step, 0.0) for r in rows) / judged if judged else None
+
+
 @dataclass(frozen=True)
 class HeatMap:
     """steps: the evaluations, left to right. rows: criteria in rubric order, those of one topic together."""
@@ -35,10 +41,6 @@ class HeatMap:
         for row in self.rows:
             groups.setdefault(row.topic, []).append(row)
         return list(groups.items())
-
-    def topic_share(self, rows: Sequence[Row], step: int) -> float | None:
-        judged = sum(r.samples.get(step, 0) for r in rows)
-        return sum(r.failures.get(step, 0.0) for r in rows) / judged if judged else None
 
     def never_met(self, step: int) -> list[Row]:
         """The criteria that every judged answer of this evaluation misses."""

@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from ..run_folder import write_aside
 from .figures import PANELS, curves_figure, heat_colour, heat_map_figure, panel_svg, style
-from .heatmap import HeatMap, Row, heat_map
+from .heatmap import HeatMap, Row, heat_map, topic_share
 from .summary import RunData, flat
 
 HTML_ROWS, PICTURE_ROWS = 200, 60
@@ -78,7 +78,7 @@ def heat_table(whole: HeatMap) -> dict[str, Any]:
         for row in rows:
             cells = [heat_cell(row, step) for step in heat.steps]
             lines.append({"row": row, "cells": cells, "prompts": len(row.prompts)})
-        shares = [heat.topic_share(all_rows[topic], step) for step in heat.steps]
+        shares = [topic_share(all_rows[topic], step) for step in heat.steps]
         topics.append({"name": topic, "lines": lines, "shares": ["" if s is None else f"{s:.0%}" for s in shares]})
     return {
         "steps": heat.steps,

@@ -7,17 +7,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from ..phases import PHASES
 from ..run_folder import RunFolder, RunFolderError
+from ..sft_config import of_sft
 
-PHASES = {
-    "rollout": "natural rollouts",
-    "guided_rollout": "guided rollouts",
-    "grade": "grading",
-    "train": "training",
-    "sync": "weight sync",
-    "evaluate": "held-out evaluation",
-    "checkpoint": "checkpoints",
-}
 OTHER = "other"
 UNSET = "–"
 """How a value that is not there is written."""
@@ -41,9 +34,14 @@ class RunData:
 
     @classmethod
     def load(cls, path: Path) -> RunData:
-        """Raises RunFolderError if there is no run."""
+        """Raises RunFolderError if there is no run, or one without rewards."""
         folder = RunFolder(path)
         config = folder.config()
+        if of_sft(config):
+            raise RunFolderError(
+                f"{path}: a run of `rise-rl sft`, which has no rewards to show; its losses are in metrics.jsonl and "
+                "evals.jsonl, and `rise-rl eval` grades the answers of its model"
+            )
         try:
             manifest = folder.manifest()
         except RunFolderError:  # killed before it was written; the report can do without
@@ -77,6 +75,12 @@ class RunData:
     @property
     def finished(self) -> bool:
         return bool(self.steps) and self.steps[-1] >= self.config.get("steps", float("inf"))
+
+    @property
+    def guided_gap(self) -> list[float | None]:
+        """The smoothed gap while there are guided answers; afterwards its value only repeats."""
+        active = self.series("guidance/active")
+        return [v if on else None for v, on in zip(self.series("gap/smoothed"), active)]
 
     # --- time ------------------------------------------------------------------------------------------------------
 

@@ -109,5 +109,12 @@ def test_every_key_is_documented():
     assert list(undocumented(Config)) == []
 
 
+def test_defaults_on_the_configuration_page_are_what_one_would_write_in_the_file():
+    kinds = {"`trackers`": "`[tensorboard]`", "`engine.betas`": "`[0.9, 0.999]`", "`grpo.mask_truncated`": "`false`"}
+    kinds |= {"`judge.cache_dir`": "`null`", "`engine.dtype`": "`auto`", "`data.chat_template`": "`{}`"}
+    cells = {row.split(" | ")[0].removeprefix("| "): row.split(" | ")[2] for row in page().splitlines() if " | " in row}
+    assert {key: cells[key] for key in kinds} == kinds
+
+
 def test_the_configuration_page_is_current():
     assert PAGE.read_text(encoding="utf-8") == page(), "run: python -m rise_rl.config_docs"

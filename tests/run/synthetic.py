@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from rise_rl.config import Config
+from rise_rl.config import Config, RunConfig
 from rise_rl.plateau import smooth
 from rise_rl.run_folder import RunFolder
 
@@ -16,6 +16,13 @@ CRITERIA = {
     "story": [("give the main character the name Anna", 10.0), ("mention the rain", 8.0), ("let a dog appear", 5.0)],
     "travel & <food>": [("mention the cost or a budget", 10.0), ("mention a bus, a train or a tram", 8.0)],
 }
+
+
+def create(path: Path, config: RunConfig) -> RunFolder:
+    """A run that has begun."""
+    run = RunFolder.new(path, config)
+    run.begin()
+    return run
 
 
 def make_run(
@@ -31,7 +38,7 @@ def make_run(
     """switch: last guided step; every: steps between evaluations (0: none)."""
     noise = random.Random(7 + seed)
     planned = planned or steps
-    run = RunFolder.create(
+    run = create(
         path,
         Config.model_validate(
             {

@@ -11,10 +11,11 @@ from matplotlib.image import imread
 
 from rise_rl.report import write_figures, write_report
 from rise_rl.report.figures import heat_colour
-from rise_rl.report.heatmap import heat_map
+from rise_rl.report.heatmap import heat_map, topic_share
 from rise_rl.report.summary import OTHER, RunData, duration
 from rise_rl.run_folder import RunFolder, RunFolderError
-from tests.run.synthetic import CRITERIA, evaluation, make_run
+from rise_rl.sft_config import SftConfig
+from tests.run.synthetic import CRITERIA, create, evaluation, make_run
 
 VOID = {"meta", "br", "img", "link", "input"}
 
@@ -143,7 +144,7 @@ def test_the_heat_map_adds_up_prompts_and_keeps_topics_together():
             assert row.share(step) == sum(e["failures"] for e in entries) / 16
     topic, rows = heat.topics()[0]
     assert topic == "health"
-    assert heat.topic_share(rows, 7) == sum(r.failures[7] for r in rows) / (16 * len(rows))
+    assert topic_share(rows, 7) == sum(r.failures[7] for r in rows) / (16 * len(rows))
     assert heat_map([]) is None
 
 
@@ -254,6 +255,14 @@ def test_a_folder_that_is_no_run_is_an_error(tmp_path):
     with pytest.raises(RunFolderError, match="not a run folder"):
         write_report(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_supervised_run_has_no_rewards_to_report(tmp_path):
+    config = SftConfig.model_validate({"name": "s", "model": "m", "data": {"train": "train.jsonl"}})
+    create(tmp_path / "run", config)
+    with pytest.raises(RunFolderError, match="a run of `rise-rl sft`, which has no rewards to show"):
+        write_report(tmp_path / "run")
+    assert not (tmp_path / "run" / "report.html").exists()
 
 
 def test_pictures_for_a_readme(full, tmp_path):

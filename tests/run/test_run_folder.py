@@ -15,6 +15,7 @@ from rise_rl import run_folder
 from rise_rl.config import Config
 from rise_rl.metrics import EVAL_METRICS, METRICS, markdown
 from rise_rl.run_folder import RunFolder, RunFolderError, changed_keys, read_lines
+from tests.run.synthetic import create
 
 
 def config(**changes) -> Config:
@@ -23,7 +24,7 @@ def config(**changes) -> Config:
 
 
 def logged(path: Path, steps: int = 5) -> RunFolder:
-    run = RunFolder.create(path, config())
+    run = create(path, config())
     run.log_eval({"step": 0, "reward/mean": 0.1})
     for step in range(1, steps + 1):
         run.log_metrics({"step": step, "reward/natural": step / 10})
@@ -34,7 +35,7 @@ def logged(path: Path, steps: int = 5) -> RunFolder:
 
 
 def test_a_line_has_every_name_and_null_for_what_is_not_finite(tmp_path):
-    run = RunFolder.create(tmp_path / "run", config())
+    run = create(tmp_path / "run", config())
     run.log_metrics({"step": 1, "loss": math.nan, "grad_norm": math.inf, "guidance/active": True, "entropy": 2.5})
     text = (tmp_path / "run" / "metrics.jsonl").read_text()
     assert text.endswith("\n")
@@ -44,7 +45,7 @@ def test_a_line_has_every_name_and_null_for_what_is_not_finite(tmp_path):
 
 
 def test_nested_values_that_are_not_finite_become_null(tmp_path):
-    run = RunFolder.create(tmp_path / "run", config())
+    run = create(tmp_path / "run", config())
     run.log_eval({"step": 0, "criteria": [{"uid": "a", "failures": math.nan, "samples": 0}]})
     run.write_rollouts(1, [{"verdicts": (1.0, -math.inf), "response": "naïve\n日本"}])
     assert run.evals()[0]["criteria"] == [{"uid": "a", "failures": None, "samples": 0}]
@@ -64,7 +65,7 @@ def test_unknown_names_and_repeated_steps_are_refused(tmp_path):
 
 
 def test_every_line_is_synced_before_the_call_returns(tmp_path, monkeypatch):
-    run, synced = RunFolder.create(tmp_path / "run", config()), []
+    run, synced = create(tmp_path / "run", config()), []
     real = os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.fstat(fd).st_size), real(fd)))
     run.log_metrics({"step": 1})
@@ -74,10 +75,10 @@ def test_every_line_is_synced_before_the_call_returns(tmp_path, monkeypatch):
 def test_a_fresh_run_needs_an_empty_folder(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml.tmp").touch()  # killed while starting: nothing to lose
-    RunFolder.create(tmp_path / "run", config())
+    create(tmp_path / "run", config())
     before = (tmp_path / "run" / "manifest.json").read_text()
     with pytest.raises(RunFolderError, match=r"already there.*config.yaml.*--resume"):
-        RunFolder.create(tmp_path / "run", config(steps=11))
+        create(tmp_path / "run", config(steps=11))
     assert (tmp_path / "run" / "manifest.json").read_text() == before
     with pytest.raises(RunFolderError, match="no run to resume"):
         RunFolder.resume(tmp_path / "other", config())
@@ -190,7 +191,7 @@ def test_a_failed_write_aside_leaves_the_old_file(tmp_path, monkeypatch):
 def test_the_manifest_says_what_the_run_was_made_of(tmp_path):
     data = tmp_path / "train.jsonl"
     data.write_text('{"a": 1}\n')
-    run = RunFolder.create(tmp_path / "run", config(data={"train": str(data), "heldout": "org/dataset"}))
+    run = create(tmp_path / "run", config(data={"train": str(data), "heldout": "org/dataset"}))
     manifest = run.manifest()
     assert manifest["data"] == {
         "train": {"source": str(data), "sha256": hashlib.sha256(b'{"a": 1}\n').hexdigest()},
@@ -232,7 +233,7 @@ def test_other_data_is_another_run(tmp_path, key):
     data = {name: str(tmp_path / f"{name}.jsonl") for name in ("train", "heldout")}
     for path in data.values():
         Path(path).write_text(path)
-    RunFolder.create(tmp_path / "run", config(data=data))
+    create(tmp_path / "run", config(data=data))
     Path(data[key]).rename(tmp_path / "moved.jsonl")
     data[key] = str(tmp_path / "moved.jsonl")
     RunFolder.resume(tmp_path / "run", config(data=data))
@@ -244,7 +245,7 @@ def test_other_data_is_another_run(tmp_path, key):
 
 
 def test_a_held_out_file_that_a_resume_adds_is_the_runs_from_then_on(tmp_path):
-    RunFolder.create(tmp_path / "run", config())
+    create(tmp_path / "run", config())
     RunFolder.resume(tmp_path / "run", config(data={"train": "train.jsonl", "heldout": "owner/a"})).truncate_after(0)
     RunFolder.resume(tmp_path / "run", config())
     with pytest.raises(RunFolderError, match=r"data\.heldout: owner/b is not the data the run began with \(owner/a\)"):
@@ -252,7 +253,7 @@ def test_a_held_out_file_that_a_resume_adds_is_the_runs_from_then_on(tmp_path):
 
 
 def test_a_kill_before_the_manifest_was_written_can_be_resumed(tmp_path):
-    RunFolder.create(tmp_path / "run", config())
+    create(tmp_path / "run", config())
     (tmp_path / "run" / "manifest.json").unlink()
     run = RunFolder.resume(tmp_path / "run", config())
     run.truncate_after(0)

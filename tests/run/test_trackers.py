@@ -9,6 +9,7 @@ from rise_rl.config import Config
 from rise_rl.errors import RiseError
 from rise_rl.run_folder import RunFolder
 from rise_rl.trackers import Unrepeated, Wandb, numbers
+from tests.run.synthetic import create
 
 
 def config(*trackers: str) -> Config:
@@ -40,16 +41,23 @@ def log_steps(run: RunFolder, first: int, last: int) -> None:
 
 
 def test_tensorboard_shows_every_number(tmp_path):
-    log_steps(RunFolder.create(tmp_path / "run", config()), 1, 3)
+    log_steps(create(tmp_path / "run", config()), 1, 3)
     folder = tmp_path / "run" / "tensorboard"
     assert scalars(folder, "entropy") == [(1, 0.1), (2, 0.2), (3, 0.3)]
     assert scalars(folder, "guidance/active") == [(1, 1.0), (2, 1.0), (3, 1.0)]
     assert scalars(folder, "eval/reward/mean") == [(0, 0.0), (1, 0.01), (2, 0.02), (3, 0.03)]
 
 
+def test_a_tracker_that_is_not_asked_for_is_neither_needed_nor_written(tmp_path, monkeypatch):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n, *a: None if n == "tensorboard" else real(n, *a))
+    log_steps(create(tmp_path / "run", config().model_copy(update={"trackers": ()})), 1, 1)
+    assert not (tmp_path / "run" / "tensorboard").exists()
+
+
 @pytest.mark.parametrize("checkpoints", [(3,), (3, 4), (0,)])
 def test_tensorboard_shows_no_step_twice_after_resumes(tmp_path, checkpoints):
-    log_steps(RunFolder.create(tmp_path / "run", config()), 1, 5)
+    log_steps(create(tmp_path / "run", config()), 1, 5)
     for step in checkpoints:
         run = RunFolder.resume(tmp_path / "run", config())
         run.truncate_after(step)
@@ -64,7 +72,7 @@ def test_a_tracker_that_is_not_installed_is_an_error_before_anything_is_made(tmp
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda n, *a: None if n == name else real(n, *a))
     with pytest.raises(RiseError, match=f"trackers: {name} is not installed; `pip install {name}`"):
-        RunFolder.create(tmp_path / "run", config(name))
+        create(tmp_path / "run", config(name))
     assert not (tmp_path / "run").exists()
 
 
@@ -95,7 +103,7 @@ def test_an_evaluation_that_failed_after_its_step_was_sent_is_sent_when_it_is_ma
     monkeypatch.setattr("rise_rl.trackers.Trackio", lambda *_: recorder)
     monkeypatch.setattr("rise_rl.trackers.check_trackers", lambda _: None)
     monkeypatch.setattr("rise_rl.run_folder.check_trackers", lambda _: None)
-    with RunFolder.create(tmp_path / "run", config("trackio")) as run:
+    with create(tmp_path / "run", config("trackio")) as run:
         run.log_eval({"step": 0, "reward/mean": 0.0})
         run.log_metrics({"step": 1, "entropy": 0.1})
     for _ in range(2):  # the second time, the evaluation is the same one again
@@ -121,7 +129,7 @@ def test_trackio_has_every_step_once_after_a_resume(tmp_path, monkeypatch):
     pytest.importorskip("trackio")
     from trackio.sqlite_storage import SQLiteStorage
 
-    log_steps(RunFolder.create(tmp_path / "run", config("trackio")), 1, 5)
+    log_steps(create(tmp_path / "run", config("trackio")), 1, 5)
     run = RunFolder.resume(tmp_path / "run", config("trackio"))
     run.truncate_after(3)
     log_steps(run, 4, 6)
@@ -134,7 +142,7 @@ def test_trackio_has_every_step_once_after_a_resume(tmp_path, monkeypatch):
 def test_wandb_runs_offline_under_one_id(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    log_steps(RunFolder.create(tmp_path / "run", config("wandb")), 1, 3)
+    log_steps(create(tmp_path / "run", config("wandb")), 1, 3)
     run = RunFolder.resume(tmp_path / "run", config("wandb"))
     run.truncate_after(2)
     log_steps(run, 3, 4)
