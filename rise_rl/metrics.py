@@ -64,7 +64,7 @@ METRICS: dict[str, Metric] = {
         "prompts",
     ),
     "skipped": Metric("1 if the step had nothing to learn from and changed no weight", "0 or 1"),
-    "sequences/forwarded": Metric("sequences that the optimizer step computed", "sequences"),
+    "sequences/forwarded": Metric("sequences that the updates of the step computed", "sequences"),
     "sequences/skipped": Metric("sequences not computed because they cannot change anything", "sequences"),
     "logprob_gap/mean": Metric(
         "mean |log-prob difference| between rollout engine and trainer, over tokens of the sequences forwarded that "
@@ -95,7 +95,7 @@ METRICS: dict[str, Metric] = {
     "time/checkpoint": Metric("saving, after the step before this one", "s"),
     "time/step": Metric("the whole step by the clock", "s"),
     "tokens/generated": Metric("tokens sampled, natural and guided", "tokens"),
-    "tokens/trained": Metric("response tokens in the optimizer step", "tokens"),
+    "tokens/trained": Metric("response tokens in the updates of the step", "tokens"),
     "tokens_per_second": Metric("tokens sampled per second of the whole step", "tokens/s"),
     "memory/peak_gib": Metric(
         "peak so far, on the rank with most: on a GPU the tensors that torch counts, else the process's resident "

@@ -1,4 +1,4 @@
-"""A step's metrics, under the names of `run_folder.METRICS`. Values that do not exist for a step are None."""
+"""A step's metrics, under the names of `metrics.METRICS`. Values that do not exist for a step are None."""
 
 from __future__ import annotations
 
@@ -78,11 +78,11 @@ def sample_metrics(natural: Sequence[Sample], guided: Sequence[Sample], loss: St
 
 
 def training_metrics(stats: StepStats, sequences: int) -> dict[str, Value]:
-    """What the optimizer step did; NaN of the engine (no such token) becomes None, and so do loss and gradient of a
+    """What the updates of a step did; NaN of the engine (no such token) becomes None, and so do loss and gradient of a
     step that had nothing to learn from.
     """
     values: Mapping[str, float] = {
-        "skipped": stats.skipped,
+        "skipped": int(stats.skipped),
         "loss": stats.loss,
         "loss/policy": stats.policy_loss,
         "loss/guide": stats.guide_loss,
