@@ -68,18 +68,6 @@ def parse_verdict(
     return "unknown" if verdict is None else "met" if verdict == 1.0 else "not_met"
 
 
-def parse_score(text: str | None, *, reasoning: str | None = None, response: str = "") -> Verdict:
-    """A score s from 1 to 10 as the verdict (s - 1) / 9; None if there is no single one in that range."""
-    return read_score(text, reasoning=reasoning, response=response).verdict
-
-
-def parse_batch(
-    text: str | None, count: int, *, scored: bool = False, reasoning: str | None = None, response: str = ""
-) -> list[Verdict]:
-    """The verdicts of criteria 1..count from one answer. Missing, duplicate and foreign ids: None for those."""
-    return [r.verdict for r in read_batch(text, count, scored=scored, reasoning=reasoning, response=response)]
-
-
 def read_verdict(
     text: str | None, *, reasoning: str | None = None, response: str = "", truncated: bool = False
 ) -> Reading:
@@ -90,7 +78,7 @@ def read_verdict(
 def read_score(
     text: str | None, *, reasoning: str | None = None, response: str = "", truncated: bool = False
 ) -> Reading:
-    """parse_score with the cause of an unknown. truncated: the server stopped the answer before its end."""
+    """A score s from 1 to 10 as the verdict (s - 1) / 9; unknown if there is no single one in that range."""
     return _read_one(text, reasoning, response, truncated, SCORE_KEYS, _score_value)
 
 
@@ -103,7 +91,9 @@ def read_batch(
     response: str = "",
     truncated: bool = False,
 ) -> list[Reading]:
-    """parse_batch with the cause of each unknown ("missing_id", "duplicate_id" besides the others)."""
+    """What one answer says about each of the criteria 1..count. Ids that are missing or there twice are unknown, by
+    the causes "missing_id" and "duplicate_id"; others' are passed over.
+    """
     try:
         answer = _answer(text, reasoning)
         objects = _own_objects(answer, response)

@@ -7,10 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rise_rl.graders.parse import Reading, parse_batch, parse_score, parse_verdict, read_batch, read_score, read_verdict
+from rise_rl.graders.parse import Reading, parse_verdict, read_batch, read_score, read_verdict
 
 thorough = settings(max_examples=200, deadline=None, derandomize=True)
 MET, NOT, UNKNOWN = "met", "not_met", "unknown"
+
+
+def score(text):
+    return read_score(text).verdict
+
+
+def batch(text, count, **options):
+    return [reading.verdict for reading in read_batch(text, count, **options)]
 
 
 @pytest.mark.parametrize(
@@ -151,8 +159,8 @@ def test_contradicting_objects_are_ambiguous(first, second, between):
 @given(st.one_of(fragments, st.text()), st.text())
 def test_no_text_is_an_error(text, response):
     assert parse_verdict(text, response=response) in (MET, NOT, UNKNOWN)
-    assert len(parse_batch(text, 3)) == 3
-    assert parse_score(text) is None or 0 <= parse_score(text) <= 1
+    assert len(batch(text, 3)) == 3
+    assert score(text) is None or 0 <= score(text) <= 1
 
 
 @pytest.mark.parametrize(
@@ -195,13 +203,13 @@ def test_what_the_judge_copied_from_the_response_is_not_its_verdict():
 
 
 def test_scores():
-    assert parse_score('{"explanation": "e", "score": 1}') == 0.0
-    assert parse_score('{"score": 10}') == 1.0
-    assert parse_score('```json\n{"explanation": "e", "score": "7/10"}\n```') == pytest.approx(6 / 9)
-    assert parse_score("**Score: 4**") == pytest.approx(3 / 9)
+    assert score('{"explanation": "e", "score": 1}') == 0.0
+    assert score('{"score": 10}') == 1.0
+    assert score('```json\n{"explanation": "e", "score": "7/10"}\n```') == pytest.approx(6 / 9)
+    assert score("**Score: 4**") == pytest.approx(3 / 9)
     for text in ('{"score": 0}', '{"score": 11}', '{"score": "7-8"}', '{"score": true}', '{"score": null}', "7 or 8"):
-        assert parse_score(text) is None
-    assert parse_score('{"score": 7} {"score": 8}') is None
+        assert score(text) is None
+    assert score('{"score": 7} {"score": 8}') is None
 
 
 def entry(identifier, met, **more):
@@ -210,12 +218,12 @@ def entry(identifier, met, **more):
 
 def test_batched_answers():
     whole = {"verdicts": [entry("c1", True), entry("c2", False), entry("c3", True)]}
-    assert parse_batch(json.dumps(whole), 3) == [1.0, 0.0, 1.0]
-    assert parse_batch(f"```json\n{json.dumps(whole['verdicts'])}\n```", 3) == [1.0, 0.0, 1.0]
-    assert parse_batch(repr(whole), 3) == [1.0, 0.0, 1.0]
-    assert parse_batch("\n".join(json.dumps(e) for e in whole["verdicts"]), 3) == [1.0, 0.0, 1.0]
-    assert parse_batch('{"c1": true, "c2": {"explanation": "e", "criteria_met": false}}', 2) == [1.0, 0.0]
-    assert parse_batch('{"verdicts": [{"id": 1, "score": 10}, {"id": "2", "score": 1}]}', 2, scored=True) == [1.0, 0.0]
+    assert batch(json.dumps(whole), 3) == [1.0, 0.0, 1.0]
+    assert batch(f"```json\n{json.dumps(whole['verdicts'])}\n```", 3) == [1.0, 0.0, 1.0]
+    assert batch(repr(whole), 3) == [1.0, 0.0, 1.0]
+    assert batch("\n".join(json.dumps(e) for e in whole["verdicts"]), 3) == [1.0, 0.0, 1.0]
+    assert batch('{"c1": true, "c2": {"explanation": "e", "criteria_met": false}}', 2) == [1.0, 0.0]
+    assert batch('{"verdicts": [{"id": 1, "score": 10}, {"id": "2", "score": 1}]}', 2, scored=True) == [1.0, 0.0]
 
 
 def test_batched_answers_with_wrong_ids_are_unknown_for_those():
@@ -223,17 +231,17 @@ def test_batched_answers_with_wrong_ids_are_unknown_for_those():
     readings = read_batch(json.dumps({"verdicts": entries}), 4)
     assert [r.verdict for r in readings] == [0.0, None, 1.0, None]
     assert [r.cause for r in readings] == ["", "duplicate_id", "", "missing_id"]
-    assert parse_batch(json.dumps([entry(True, True), entry(None, True)]), 1) == [None]
+    assert batch(json.dumps([entry(True, True), entry(None, True)]), 1) == [None]
 
 
 def test_a_batch_counted_from_zero_is_wholly_unknown():
-    assert parse_batch(json.dumps([entry(i, True) for i in range(3)]), 3) == [None] * 3
+    assert batch(json.dumps([entry(i, True) for i in range(3)]), 3) == [None] * 3
 
 
 def test_a_cut_batch_keeps_what_was_complete():
     text = json.dumps({"verdicts": [entry("c1", True), entry("c2", False), entry("c3", True)]})
-    assert parse_batch(text[: text.index('"c3"')], 3) == [1.0, 0.0, None]
-    assert parse_batch(text[: text.index('"c2"') + 10], 3) == [1.0, None, None]
+    assert batch(text[: text.index('"c3"')], 3) == [1.0, 0.0, None]
+    assert batch(text[: text.index('"c2"') + 10], 3) == [1.0, None, None]
 
 
 @pytest.mark.parametrize(
