@@ -19,10 +19,10 @@ class FrozenPolicy:
     step = 0
     world_size = 1
 
-    def __init__(self, model: str | Path, *, dtype: torch.dtype, attention: str = "sdpa") -> None:
+    def __init__(self, model: str | Path, *, dtype: torch.dtype) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.tokenizer = load_tokenizer(model)
-        self.model = load_model(model, dtype=dtype, attention=attention).to(self.device).eval()
+        self.model = load_model(model, dtype=dtype, attention="sdpa").to(self.device).eval()
         self.stop_ids = stop_ids(self.model, self.tokenizer)
         self.pad_id = padding_id(self.tokenizer)
 

@@ -113,21 +113,19 @@ class PolicyEngine:
 
     # --- training --------------------------------------------------------------------------------------------------
 
-    def train_step(
-        self, sequences: Sequence[TrainSequence], *, temperature: float, with_stats: bool = False
-    ) -> StepStats:
+    def train_step(self, sequences: Sequence[TrainSequence], *, temperature: float) -> StepStats:
         """One optimizer step over this rank's sequences: k forward and backward passes, one update.
 
-        Sequences whose gradient is exactly 0 are not forwarded, unless with_stats asks for their statistics. If no rank
-        has any left the update is skipped, so that neither weights nor Adam's moments move; the step still counts.
+        Sequences whose gradient is exactly 0 are not forwarded. If no rank has any left the update is skipped, so that
+        neither weights nor Adam's moments move; the step still counts.
         Raises NonFiniteError, naming the sequences, before anything is updated. Collective: all ranks call it together.
         """
         started = time.perf_counter()
         agreement.each(self._check, sequences)
-        forwarded = [s for s in sequences if with_stats or can_matter(s, self.loss)]
+        forwarded = [s for s in sequences if can_matter(s, self.loss)]
         batches = plan(forwarded, self.config.micro_batch_tokens, self.layout)
         rounds = int(all_ranks_max(len(batches), self.device))
-        skip = not all_ranks_max(any(can_matter(s, self.loss) for s in forwarded), self.device)
+        skip = not all_ranks_max(len(forwarded), self.device)
         rate = learning_rate(self.config, self.step)
 
         statistics = StepStatistics(self.device, self.loss.is_cap)

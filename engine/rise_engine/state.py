@@ -153,7 +153,7 @@ def _read_part(policy: PolicyEngine, folder: Path, index: dict[str, Any]) -> Non
                     read(fragment, kind, entry["parts"], fragment.of(optimizer.state[fragment.master][kind]))
         rng = folder / f"rng-{policy.rank:05d}.pt"
         if rng.exists():
-            _set_rng_state(torch.load(rng, weights_only=False))
+            _set_rng_state(torch.load(rng, weights_only=True))
     except Exception as error:  # what safetensors and torch raise on damaged bytes depends on which bytes
         raise CheckpointError(f"{folder}: cannot be read: {type(error).__name__}: {error}") from error
 
@@ -258,9 +258,11 @@ def _identity(policy: PolicyEngine) -> dict[str, Any]:
 
 
 def _rng_state() -> dict[str, Any]:
+    """Tensors and plain values, which are read back without running what a file says."""
+    name, keys, *rest = numpy.random.get_state()
     return {
         "python": random.getstate(),
-        "numpy": numpy.random.get_state(),
+        "numpy": (name, keys.tolist(), *rest),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }

@@ -64,12 +64,6 @@ def install() -> None:
     target.linear_cross_entropy = linear_cross_entropy
 
 
-def uninstall() -> None:
-    """verl's own function again."""
-    target = _verls_module()
-    target.linear_cross_entropy = target.LinearCrossEntropy.apply
-
-
 def _verls_module() -> Any:
     from verl.utils.kernel import linear_cross_entropy as module
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -69,15 +71,38 @@ def test_another_zero_stage_goes_on_with_the_same_numbers(tiny_folder, tmp_path,
             assert ours == pytest.approx(theirs, rel=1e-5)
 
 
+def draws() -> tuple[float, float, list[float]]:
+    return random.random(), numpy.random.random(), torch.rand(3).tolist()
+
+
+def test_what_a_file_of_the_random_state_says_is_not_run(tiny_folder, tmp_path):
+    class Planted:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "planted"),)
+
+    policy = engine(tiny_folder("qwen3-tied"))
+    store = CheckpointStore(tmp_path / "checkpoints")
+    store.save(policy)
+    [rng] = (tmp_path / "checkpoints").rglob("rng-00000.pt")
+    torch.save({"python": Planted()}, rng)
+    index = rng.with_name("checkpoint.json")
+    described = json.loads(index.read_text())
+    described["files"][rng.name] = rng.stat().st_size
+    index.write_text(json.dumps(described))
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        store.load_latest(policy)
+    assert not (tmp_path / "planted").exists()
+
+
 def test_random_state_and_skip_count_come_back(tiny_folder, tmp_path):
     policy = engine(tiny_folder("qwen3-tied"))
     policy.train_step([], temperature=1.0)
-    torch.rand(5)  # away from where a new engine's seed would start
+    draws()  # away from where a new engine's seed would start
     CheckpointStore(tmp_path).save(policy)
-    drawn = torch.rand(3)
+    drawn = draws()
     other = engine(tiny_folder("qwen3-tied"))
     CheckpointStore(tmp_path).load_latest(other)
-    assert torch.equal(torch.rand(3), drawn)
+    assert draws() == drawn
     assert (other.step, other.skipped) == (1, 1)
 
 

@@ -139,14 +139,12 @@ def test_sequences_that_cannot_matter_are_not_forwarded(tiny_folder):
     idle += [replace(s, token_weight=0.0) for s in useful[5:8]]
     policy, other = engine(tiny_folder("qwen3-tied")), engine(tiny_folder("qwen3-tied"))
     stats = policy.train_step([*useful, *idle], temperature=T)
-    all_of_them = other.train_step([*useful, *idle], temperature=T, with_stats=True)
+    without = other.train_step(useful, temperature=T)
     assert stats.forwarded_sequences == len(useful)
     assert stats.tokens == sum(len(s.response_ids) for s in useful)
-    assert all_of_them.forwarded_sequences == len(useful) + 8
-    assert all_of_them.tokens == stats.tokens + sum(len(s.response_ids) for s in idle[:5])
-    assert all_of_them.grad_norm == pytest.approx(stats.grad_norm, rel=1e-5)
+    assert (stats.loss, stats.grad_norm) == (without.loss, without.grad_norm)
     for name, value in weights(policy).items():
-        torch.testing.assert_close(weights(other)[name], value, atol=1e-5, rtol=1e-4)
+        assert torch.equal(weights(other)[name], value), name
 
 
 @pytest.mark.parametrize("stage", [0, 2])

@@ -64,22 +64,19 @@ def test_what_it_cannot_do_is_refused(monkeypatch):
         linear_cross_entropy(*arguments, 1.0, "none", object())
 
 
-def test_verls_own_switch():
+def test_verls_own_switch(monkeypatch):
     kernel = pytest.importorskip("verl.utils.kernel.linear_cross_entropy")
     from verl.models.transformers.monkey_patch import patch_forward_with_backends
 
     model = tiny_model("qwen3", 131, scale=4.0)
     ids = torch.arange(20, 30)[None]
     logits = model(input_ids=ids).logits.detach().double() / 0.7
-    own_forward = type(model).forward
-    try:
-        integration.install()
-        patch_forward_with_backends(model, use_fused_kernels=True, fused_kernels_backend="triton")
-        output = model(input_ids=ids, temperature=0.7, return_dict=True)
-    finally:
-        type(model).forward = own_forward
-        integration.uninstall()
-    assert kernel.linear_cross_entropy == kernel.LinearCrossEntropy.apply
+    # What is patched here is put back when the test ends.
+    monkeypatch.setattr(type(model), "forward", type(model).forward)
+    monkeypatch.setattr(kernel, "linear_cross_entropy", kernel.linear_cross_entropy)
+    integration.install()
+    patch_forward_with_backends(model, use_fused_kernels=True, fused_kernels_backend="triton")
+    output = model(input_ids=ids, temperature=0.7, return_dict=True)
     log_p = log_softmax(logits, -1)
     expected = log_p.gather(-1, torch.roll(ids, -1, -1)[..., None]).flatten()
     assert torch.allclose(output.log_probs.double(), expected, atol=1e-5)
