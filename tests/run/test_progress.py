@@ -52,7 +52,7 @@ def test_steps_are_counted_only_where_there_are_any(steps):
             progress.bars.refresh()
 
     text = said(grading, steps=steps, terminal=True)
-    assert "grade" in text
+    assert "grading" in text
     assert ("steps" in text) == bool(steps)
 
 
