@@ -265,8 +265,8 @@ def evaluate(
     """Grade a model's answers to a prompt file, without guidance."""
     with errors_for_people():
         from .config import load_config
+        from .files import write_aside
         from .inference import evaluate_model
-        from .run_folder import write_aside
 
         changes = [
             *(overrides or []),

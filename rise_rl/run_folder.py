@@ -27,9 +27,12 @@ from filelock import FileLock, Timeout
 
 from .config import RunConfig, dump_config
 from .errors import RiseError
+from .files import FileError, read_lines, write_aside
 from .manifest import code_revision, data_source, make_manifest, now, versions
 from .metrics import EVAL_METRICS, METRICS, Metric, check_names
 from .trackers import Tracker, check_trackers, first_step_again, numbers, open_trackers
+
+MENDABLE = ". What was saved before stands: mend it and go on with --resume"
 
 
 class RunFolderError(RiseError):
@@ -72,7 +75,7 @@ class RunFolder:
     def begin(self) -> None:
         config = self._writable()
         self.path.mkdir(parents=True, exist_ok=True)
-        write_aside(self.path / "config.yaml", dump_config(config))
+        save(self.path / "config.yaml", dump_config(config))
         self._write_manifest(make_manifest(config) | {"resumes": []})
 
     @classmethod
@@ -136,8 +139,8 @@ class RunFolder:
         self._record_resume(step, last)
         first_again = first_step_again(step)
         for file in ("metrics.jsonl", "evals.jsonl"):
-            kept = [row for row in read_lines(self.path / file) if row["step"] < first_again]
-            write_aside(self.path / file, "".join(to_line(row) for row in kept))
+            kept = [row for row in self._lines(file) if row["step"] < first_again]
+            save(self.path / file, "".join(to_line(row) for row in kept))
         for rollouts in (self.path / "rollouts").glob("step_*"):
             if rollouts.suffix != ".jsonl" or int(rollouts.stem.removeprefix("step_")) >= first_again:
                 rollouts.unlink()
@@ -203,19 +206,19 @@ class RunFolder:
         self._writable()
         folder = self.path / "rollouts"
         folder.mkdir(exist_ok=True)
-        write_aside(folder / f"step_{step:06d}.jsonl", "".join(to_line(r) for r in records))
+        save(folder / f"step_{step:06d}.jsonl", "".join(to_line(r) for r in records))
 
     def _log(self, file: str, values: Mapping[str, Any], known: Mapping[str, Metric], prefix: str) -> None:
         self._writable()
         check_names(values, known)
         step, path = values["step"], self.path / file
         if file not in self._last_step:
-            self._last_step[file] = max((row["step"] for row in read_lines(path)), default=-1)
+            self._last_step[file] = max((row["step"] for row in self._lines(file)), default=-1)
         if step <= self._last_step[file]:
             raise ValueError(f"{file}: step {step} after step {self._last_step[file]}; a step is logged once")
         row = finite({name: values.get(name) for name in known})
         if self._config_due:
-            write_aside(self.path / "config.yaml", dump_config(self._writable()))
+            save(self.path / "config.yaml", dump_config(self._writable()))
             self._config_due = False
         append_line(path, to_line(row))
         self._last_step[file] = step
@@ -228,19 +231,19 @@ class RunFolder:
         return self._config
 
     def _write_manifest(self, manifest: Mapping[str, Any]) -> None:
-        write_aside(self.path / "manifest.json", json.dumps(manifest, indent=2) + "\n")
+        save(self.path / "manifest.json", json.dumps(manifest, indent=2) + "\n")
 
     # --- reading ---------------------------------------------------------------------------------------------------
 
     def metrics(self) -> list[dict[str, Any]]:
-        return read_lines(self.path / "metrics.jsonl")
+        return self._lines("metrics.jsonl")
 
     def evals(self) -> list[dict[str, Any]]:
-        return read_lines(self.path / "evals.jsonl")
+        return self._lines("evals.jsonl")
 
     def rollouts(self, step: int) -> list[dict[str, Any]]:
         """The answers of a step; [] if it left none."""
-        return read_lines(self.path / "rollouts" / f"step_{step:06d}.jsonl")
+        return self._lines(f"rollouts/step_{step:06d}.jsonl")
 
     def rollout_steps(self) -> list[int]:
         return sorted(int(p.stem.removeprefix("step_")) for p in (self.path / "rollouts").glob("step_*.jsonl"))
@@ -256,6 +259,12 @@ class RunFolder:
     def manifest(self) -> dict[str, Any]:
         return self._parsed("manifest.json", json.loads, json.JSONDecodeError)
 
+    def _lines(self, file: str) -> list[dict[str, Any]]:
+        try:
+            return read_lines(self.path / file)
+        except FileError as e:
+            raise RunFolderError(str(e)) from e
+
     def _parsed(self, file: str, parse: Any, error: type[Exception]) -> dict[str, Any]:
         path = self.path / file
         if not path.is_file():
@@ -267,25 +276,6 @@ class RunFolder:
         if not isinstance(values, dict):
             raise RunFolderError(f"{path}: expected a mapping, found {type(values).__name__}")
         return values
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The rows of a JSON-lines file, [] if there is none. A last line cut by a kill is left out; one cut elsewhere
-    raises RunFolderError.
-    """
-    if not path.is_file():
-        return []
-    lines = path.read_bytes().split(b"\n")
-    rows = []
-    for number, line in enumerate(lines, 1):
-        if not line:
-            continue
-        try:
-            rows.append(json.loads(line))
-        except ValueError as e:
-            if number < len(lines):
-                raise RunFolderError(f"{path}, line {number}: not JSON ({e})") from e
-    return rows
 
 
 def to_line(row: Mapping[str, Any]) -> str:
@@ -311,32 +301,14 @@ def append_line(path: Path, line: str) -> None:
             f.flush()
             os.fsync(f.fileno())
     except OSError as e:
-        raise _cannot_write(path, e) from e
+        raise RunFolderError(f"{path}: cannot be written ({e.strerror}){MENDABLE}") from e
 
 
-def write_aside(path: Path, text: str) -> None:
-    """The whole file or, if anything goes wrong, what was there before."""
-    aside = path.with_name(path.name + ".tmp")
+def save(path: Path, text: str) -> None:
     try:
-        with aside.open("w", encoding="utf-8", newline="") as f:
-            f.write(text)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(aside, path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-    except OSError as e:
-        aside.unlink(missing_ok=True)
-        raise _cannot_write(path, e) from e
-
-
-def _cannot_write(path: Path, error: OSError) -> RunFolderError:
-    return RunFolderError(
-        f"{path}: cannot be written ({error.strerror}). What was saved before stands: mend it and go on with --resume"
-    )
+        write_aside(path, text)
+    except FileError as e:
+        raise RunFolderError(f"{e}{MENDABLE}") from e
 
 
 def plain(config: RunConfig) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any
 from ..data import DataError, Example, load_examples
 from ..data.example import FieldError
 from ..data.reading import read_rows
+from ..files import FileError, read_lines, write_aside
 from .base import GradeItem, Grader
 from .errors import GraderError
 from .judge_cache import cache_key
@@ -76,7 +77,7 @@ def grade_file(
         raise GraderError(f"{output}: would overwrite the responses; name another output file")
     partial = output.with_name(output.name + ".partial")
     with _locked(partial) as file:
-        graded = _known(output, _lines(output)) | _known(partial, _lines(partial))
+        graded = _known(output) | _known(partial)
         reused = sum(row.key in graded for row in rows)
         todo = list({row.key: row for row in rows if row.key not in graded}.values())
         _end_last_line(file)
@@ -98,7 +99,8 @@ def grade_file(
         if progress:
             progress(len(rows), len(rows))
         results = [graded[row.key] for row in rows]
-        _write(output, ({**row.row, **result} for row, result in zip(rows, results)))
+        graded_rows = ({**row.row, **result} for row, result in zip(rows, results))
+        write_aside(output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in graded_rows))
         partial.unlink(missing_ok=True)
     return _summary(output, results, reused)
 
@@ -133,20 +135,13 @@ def _read(source: str, examples: Mapping[str, Example], identity: str) -> list[_
     return rows
 
 
-def _lines(path: Path) -> Iterator[Any]:
-    """The objects of a JSON-lines file, as far as they are whole: a kill may have cut the last line."""
-    if path.exists():
-        with path.open("rb") as file:
-            for line in file:
-                try:
-                    yield json.loads(line)
-                except ValueError:
-                    return
-
-
-def _known(path: Path, lines: Iterator[Any]) -> dict[str, dict[str, Any]]:
+def _known(path: Path) -> dict[str, dict[str, Any]]:
     """Results that need no second look, by key. Raises GraderError for a file that is not of our making."""
     known = {}
+    try:
+        lines = read_lines(path)
+    except FileError as error:
+        raise GraderError(f"{error}; name another output file, or remove it") from error
     for line in lines:
         if not isinstance(line, dict) or KEY not in line:
             raise GraderError(f"{path}: exists and holds no graded rows; name another output file, or remove it")
@@ -176,17 +171,6 @@ def _end_last_line(file: Any) -> None:
     file.seek(0)
     whole = file.read().rpartition(b"\n")
     file.truncate(len(whole[0]) + len(whole[1]))
-
-
-def _write(output: Path, rows: Iterator[Mapping[str, Any]]) -> None:
-    aside = output.with_name(output.name + ".tmp")
-    # Half a surrogate pair has no UTF-8; its backslash form is what JSON writes for it.
-    with aside.open("w", encoding="utf-8", errors="backslashreplace") as file:
-        for row in rows:
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, output)
 
 
 def _summary(output: Path, results: Sequence[Mapping[str, Any]], reused: int) -> GradeSummary:

@@ -17,7 +17,7 @@ from typing import Any
 from markupsafe import Markup
 
 from ..errors import RiseError
-from ..run_folder import write_aside
+from ..files import write_aside
 from .compare_figures import PANELS, panel_svg
 from .heatmap import HeatMap, Row, heat_map, topic_share
 from .page import HTML_ROWS, heat_cell, heat_scale, render

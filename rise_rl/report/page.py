@@ -10,7 +10,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from ..run_folder import write_aside
+from ..files import write_aside
 from .figures import PANELS, curves_figure, heat_colour, heat_map_figure, panel_svg, style
 from .heatmap import HeatMap, Row, heat_map, topic_share
 from .summary import RunData, flat

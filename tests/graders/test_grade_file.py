@@ -151,6 +151,11 @@ def test_a_file_of_another_kind_is_never_overwritten(tmp_path):
     with pytest.raises(GraderError, match="holds no graded rows"):
         grade_file(source, EXAMPLES, other, Recorder())
     assert read(other) == [{"note": "precious"}]
+    text = tmp_path / "notes.jsonl"
+    text.write_text("not JSON\nat all\n")
+    with pytest.raises(GraderError, match=r"notes.jsonl, line 1: not JSON .*; name another output file"):
+        grade_file(source, EXAMPLES, text, Recorder())
+    assert text.read_text() == "not JSON\nat all\n"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in.jsonl", "notes.jsonl"]
 
 

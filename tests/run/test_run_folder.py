@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from rise_rl import run_folder
 from rise_rl.config import Config
+from rise_rl.files import FileError, read_lines, write_aside
 from rise_rl.metrics import EVAL_METRICS, METRICS, markdown
-from rise_rl.run_folder import RunFolder, RunFolderError, changed_keys, read_lines
+from rise_rl.run_folder import RunFolder, RunFolderError, changed_keys
 from tests.run.synthetic import create
 
 
@@ -176,14 +176,17 @@ def test_a_full_disk_is_reported_and_what_was_there_stands(tmp_path):
 
 
 def test_a_failed_write_aside_leaves_the_old_file(tmp_path, monkeypatch):
-    run_folder.write_aside(tmp_path / "x.json", "old")
+    write_aside(tmp_path / "x.json", "old")
 
     def full(_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(RunFolderError, match="No space left"):
-        run_folder.write_aside(tmp_path / "x.json", "new")
+    with pytest.raises(FileError, match=r"x.json: cannot be written \(No space left"):
+        write_aside(tmp_path / "x.json", "new")
+    with pytest.raises(RunFolderError, match=r"No space left.*go on with --resume"):
+        RunFolder(tmp_path, config()).write_rollouts(1, [{"uid": "a"}])
+    (tmp_path / "rollouts").rmdir()
     assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
     assert (tmp_path / "x.json").read_text() == "old"
 
