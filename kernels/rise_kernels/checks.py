@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from .backend import Options
-from .token_losses import KlEstimator, LossSpec, check_gamma
+from .token_losses import GuideKind, KlEstimator, LossSpec, check_gamma
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KL_ESTIMATORS = get_args(KlEstimator)
-GUIDES = ("log_support", "support", "logprob")
+GUIDES = get_args(GuideKind)
 
 
 def check_head(
