@@ -43,8 +43,8 @@ class ModelShape:
         kind = config.get("model_type")
         if kind not in CAUSAL_LMS:
             raise ValueError(f"model_type: expected one of {', '.join(CAUSAL_LMS)}, found {kind!r}")
-        needed = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-        needed += ("max_position_embeddings",)
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        needed = (*sizes, "max_position_embeddings")
         missing = [key for key in needed if not isinstance(config.get(key), int)]
         if missing:
             raise ValueError(f"{', '.join(missing)}: missing in the model's configuration")
