@@ -63,7 +63,7 @@ def test_whole_vocabulary_tiles_at_minus_infinity(backend, function):
     case = random_case(n=9, d=16, v=1024, kind="guide" if function == "guide" else "rise")
     masked = torch.ones(1024, dtype=torch.bool)
     masked[512:600] = False
-    case.bias = torch.zeros(1024).masked_fill(masked, -math.inf)
+    case.bias = torch.full((1024,), -100.0).masked_fill(masked, -math.inf)  # far from an empty tile's 0
     case.target = torch.where(case.target < 0, case.target, 512 + case.target % 88)
     kept = replace(case, weight=case.weight[~masked], bias=None)
     kept.target = torch.where(case.target < 0, case.target, case.target - 512)

@@ -72,15 +72,17 @@ def test_row_kernel_equals_token_losses(rows, spec, has):
     )
     if not has["policy"]:
         inputs = TokenRows(inputs.token_weight, torch.ones_like(guide))
-    found_logprob, found, own, other = row_kernel(column(rows, "logprob"), inputs, spec)
-    assert torch.equal(found_logprob, logprob)
     expected = token_losses(logprob, inputs, spec)
     # exp may differ in its last bit: off a bound by that little, either branch is right
     for bound in (1 - spec.clip_low, 1 + spec.clip_high):
         assume(not ((expected.ratio != 1) & ((expected.ratio / bound - 1).abs() < 1e-5)).any())
     if spec.dual_clip is not None:
         assume(not ((expected.ratio / spec.dual_clip - 1).abs() < 1e-5).any())
+    assert_row_kernel_gives(expected, column(rows, "logprob"), inputs, spec)
 
+
+def assert_row_kernel_gives(expected, given, inputs, spec):
+    logprob, found, own, other = row_kernel(given, inputs, spec)
     for name in TokenLosses._fields:
         x, y = getattr(found, name), getattr(expected, name)
         if name == "clipped":
@@ -90,6 +92,31 @@ def test_row_kernel_equals_token_losses(rows, spec, has):
     coefficient = inputs.token_weight * expected.dloss
     torch.testing.assert_close(-other, coefficient, rtol=3e-5, atol=1e-6)
     torch.testing.assert_close(own, coefficient * -torch.expm1(logprob), rtol=3e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        LossSpec(kl_coef=0.3, kl_estimator="k1", dual_clip=1.5),
+        LossSpec(kl_coef=0.3, kl_estimator="k2", is_cap=2.0, guide="support"),
+        LossSpec(kl_coef=0.3, kl_estimator="k3", dual_clip=3.0, is_cap=1.0, guide="logprob"),
+        LossSpec(kl_coef=0.3, kl_estimator="k3_ratio", gamma=1e-8),
+    ],
+    ids=lambda spec: spec.kl_estimator,
+)
+def test_row_kernel_in_every_branch(spec):
+    """What drawn rows may miss: each log-ratio beyond each bound, with either sign of the advantage."""
+    old, advantage, ref, guide = torch.meshgrid(
+        torch.tensor([0.0, 0.1, -0.1, 0.6, -0.6, 1.5, 19.5, -19.5, 20.5, -20.5, 300.0, -300.0]),
+        torch.tensor([-1.0, 0.0, 1.0]), torch.tensor([0.0, 0.7, -0.7, 20.5, -20.5]), torch.tensor([0.0, 0.0, 1.0]),
+        indexing="ij",
+    )  # fmt: skip
+    old, advantage, ref, guide = (x.flatten().to(DEVICE) for x in (old, advantage, ref, guide == 1))
+    weight = torch.linspace(0.5, 2, len(old), device=DEVICE)
+    given = torch.where(torch.arange(len(old), device=DEVICE) % 2 == 0, -0.7, -30.0)
+    logprob = row_kernel(given, TokenRows(weight, guide), spec)[0]
+    inputs = TokenRows(weight, guide, advantage, logprob - old, logprob - ref, logprob - old - 2 * ref)
+    assert_row_kernel_gives(token_losses(logprob, inputs, spec), given, inputs, spec)
 
 
 @pytest.mark.parametrize("gamma", [1e-8, 0.1, 10.0])

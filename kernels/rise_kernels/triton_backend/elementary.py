@@ -67,16 +67,21 @@ def sigmoid(x):
 
 
 @triton.jit
-def tanh(x):
-    """tanh, relatively exact near 0, where all logits lie if the softcap is large: below 1/2 an odd polynomial (minimax
-    to 1.5e-8), beyond it 1 - 2 / (exp(2x) + 1)."""
-    square = x * x
-    series = 0.017256992
-    series = series * square - 0.053052951
-    series = series * square + 0.13325987
-    series = series * square - 0.33333148
-    series = series * square * x + x
-    return tl.where(square < 0.25, series, 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0))
+def soft_capped(z, softcap):
+    """softcap tanh(z / softcap). Up to |z| = 3/4 softcap it is z (1 + u Q(u)) with u = (z / softcap)^2 (minimax to 2e-8
+    of softcap), which hardly rounds z however large the softcap; beyond it softcap (1 - 2 / (exp(2|z| / softcap) + 1)).
+    """
+    inverse = 1.0 / softcap  # a division per logit would cost registers: spills
+    square = (z * inverse) * (z * inverse)
+    series = -0.004626107
+    series = series * square + 0.019455329
+    series = series * square - 0.053282302
+    series = series * square + 0.13324249
+    series = series * square - 0.33332908
+    series = series * square * z + z
+    cap = tl.where(z < 0, -softcap, softcap)  # the sign here, not on the result: that spills
+    beyond = cap - (2.0 * cap) / (tl.exp2(tl.abs(z) * (inverse * (2.0 * LOG2E))) + 1.0)
+    return tl.where(square < 0.5625, series, beyond)
 
 
 @triton.jit

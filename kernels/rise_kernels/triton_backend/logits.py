@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .elementary import INTERPRETED, LOG2E, tanh, to_storage
+from .elementary import INTERPRETED, LOG2E, soft_capped, to_storage
 from .tiles import all_configs, grouped_tile, matching_configs
 
 
@@ -92,8 +92,8 @@ def _logits(
         z += tl.load(bias + first + _columns(WIDTH), mask=valid, other=0.0).to(tl.float32)[None, :]
     slope = inverse_temperature
     if HAS_SOFTCAP:
-        t = tanh(z * (1.0 / softcap))  # a division per logit would cost registers: spills
-        z = softcap * t
+        z = soft_capped(z, softcap)
+        t = z * (1.0 / softcap)
         slope = inverse_temperature * (1.0 - t * t)
     z *= inverse_temperature
     return tl.where(valid[None, :], z, float("-inf")), slope
