@@ -6,6 +6,7 @@ Compiling them needs a process that is not interpreting: tests/test_compile.py s
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch  # does not import triton
@@ -17,6 +18,10 @@ if not torch.cuda.is_available():
 # An example is slow where other work shares the cores, not where the code is wrong.
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
+
+# DeepSpeed's operators are compiled once a checkout. In the usual folder, which all environments of a machine share,
+# each would build them anew, and a build that was killed leaves a lock for which all wait for ever.
+os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(__file__).parents[1] / "build" / "torch_extensions"))
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
