@@ -41,8 +41,8 @@ of their own. Entropy: of the policy over the natural tokens trained on, mean of
 
 {paired}
 
-Equal are prompts, seeds and steps, not sampled tokens: the guided branch samples more (see the column), and RuscaRL
-makes two updates a step.
+Methods of one seed have no spread: how they rank says nothing yet. Equal are prompts, seeds and steps, not sampled
+tokens: the guided branch samples more (see the column), and RuscaRL makes two updates a step.
 
 ## Every run
 
@@ -213,7 +213,7 @@ def page(outcomes: Sequence[Outcome], missing: int, arguments: argparse.Namespac
     config = outcomes[0].plan.config(arguments.recipe)
     hardware, code = manifest["hardware"], manifest["code"] or {}
     return TEMPLATE.format(
-        command=shlex.join(["python", "bench/replication.py", *sys.argv[1:]]),
+        command=shlex.join(["python", "bench/replication.py", *(a for a in sys.argv[1:] if a != "--page-only")]),
         model=config.model,
         steps=config.steps,
         prompts=config.grpo.prompts_per_step,
