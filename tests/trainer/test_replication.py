@@ -25,7 +25,14 @@ def test_it_goes_on_where_it_was_stopped_and_counts_finished_runs_alone(tiny_con
 
     runs = tmp_path / "runs"
     process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, start_new_session=True, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=ROOT,
+        env=environment,
+        start_new_session=True,
+        stderr=subprocess.PIPE,
+        text=True,
+        # whatever started the tests in the background may have had SIGINT ignored, which children inherit
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     second = runs / "replication-ruscarl-3-s0" / "evals.jsonl"  # its first line comes before the three steps
     deadline = time.monotonic() + 600
