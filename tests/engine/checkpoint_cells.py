@@ -17,6 +17,7 @@ from rise_engine.checkpoint import CheckpointError, CheckpointStore
 from rise_engine.config import EngineConfig
 from rise_engine.policy import PolicyEngine
 from tests.engine.rank_cells import KEYS, SAVED_AFTER, STEPS, digest, train, weights
+from tests.torchrun import end
 
 BOTH = {"optimizer": True, "parameters": True}
 LORA = {"rank": 4, "alpha": 8}
@@ -96,3 +97,4 @@ def main(model: str, other: str, folder: Path) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+    end()

@@ -18,6 +18,7 @@ from rise_engine.config import EngineConfig
 from rise_engine.policy import PolicyEngine
 from rise_engine.sequences import TrainSequence
 from tests.engine.helpers import a_step
+from tests.torchrun import end
 
 T = 0.7
 # A large epsilon keeps Adam's first steps proportional to the gradient, so that weights compare gradients, not signs.
@@ -87,3 +88,4 @@ if __name__ == "__main__":
         found = train(tied if keys["tied"] else untied, keys)
         if torch.distributed.get_rank() == 0:
             torch.save(found, Path(out) / f"{len(list(Path(out).glob('*.pt'))):03d}.pt")
+    end()

@@ -22,6 +22,7 @@ from rise_engine.sequences import TrainSequence
 from rise_engine.sharding import share
 from rise_engine.weights_stream import named_weights
 from tests.engine.helpers import a_step
+from tests.torchrun import end
 
 KEYS = {"lr": 0.05, "eps": 1e-2, "warmup_steps": 0}
 STAGES = (0, 1, 2, 3)
@@ -115,3 +116,4 @@ def main(model: str, folder: Path) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1], Path(sys.argv[2]))
+    end()

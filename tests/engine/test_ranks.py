@@ -21,6 +21,7 @@ from rise_engine.config import EngineConfig
 from rise_engine.policy import PolicyEngine
 from tests.engine.helpers import a_step
 from tests.engine.test_ranks import KEYS, record
+from tests.torchrun import end
 torch.set_num_threads(1)
 for stage in (0, 1, 2, 3):
     policy = PolicyEngine(sys.argv[1], EngineConfig(zero_stage=stage, **KEYS))
@@ -30,6 +31,7 @@ for stage in (0, 1, 2, 3):
     found = record(policy, shares)
     if policy.rank == 0:
         print("RESULT", json.dumps(found), flush=True)
+end()
 """
 
 

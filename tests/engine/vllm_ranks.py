@@ -14,6 +14,7 @@ from rise_engine.rollout.vllm_config import VllmConfig
 from rise_engine.seeds import derive_seed
 from tests.engine.helpers import a_step
 from tests.engine.vllm_helpers import CONTEXT, a_policy, attach, gaps, some_requests
+from tests.torchrun import end
 
 
 def main(folders: list[str]) -> dict[str, object]:
@@ -77,3 +78,4 @@ if __name__ == "__main__":
     dist.all_gather_object(everyone, result)
     if dist.get_rank() == 0:
         print("RESULT", json.dumps(everyone), flush=True)
+    end()

@@ -26,12 +26,14 @@ VARYING = ("seconds", "micro_batches", "forwarded_sequences")
 SCRIPT = """
 import json, sys
 import torch
+from tests.torchrun import end
 from tests.trainer.test_update_ranks import learn
 torch.set_num_threads(1)
 for stage in (1, 3):
     found = learn(sys.argv[1], sys.argv[2], stage)
     if torch.distributed.get_rank() == 0:
         print("RESULT", json.dumps(found), flush=True)
+end()
 """
 
 
@@ -74,9 +76,15 @@ def test_two_ranks_equal_one(tiny_folder, tmp_path):
 ONE_RANK_FAILS = """
 import json, sys
 import torch
+from rise_engine import agreement
+from tests.torchrun import end
 from tests.trainer.test_update_ranks import faults
 torch.set_num_threads(1)
-print("RESULT", json.dumps(faults(sys.argv[1], sys.argv[2])), flush=True)
+found = faults(sys.argv[1], sys.argv[2])
+for told in agreement.gather(lambda: found):  # one rank prints: lines of two get mixed
+    if torch.distributed.get_rank() == 0:
+        print("RESULT", json.dumps(told), flush=True)
+end()
 """
 
 
