@@ -15,6 +15,7 @@ from safetensors import safe_open
 from rise_engine import agreement
 from rise_engine.checkpoint import CheckpointError, CheckpointStore
 from rise_engine.config import EngineConfig
+from rise_engine.distributed import seed_everything
 from rise_engine.policy import PolicyEngine
 from tests.engine.rank_cells import KEYS, SAVED_AFTER, STEPS, digest, train, weights
 from tests.torchrun import end
@@ -39,6 +40,7 @@ CELLS = {name: keys for family in FAMILIES for name, keys in family.items()}
 
 
 def a_policy(model: str | Path, name: str) -> PolicyEngine:
+    seed_everything(0)  # adapters begin at random
     return PolicyEngine(model, EngineConfig(micro_batch_tokens=90, **KEYS | CELLS[name]))
 
 
