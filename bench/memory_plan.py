@@ -25,7 +25,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 # engine: EngineConfig's keys. prompt, response, group: of the one prompt that is trained on.
 LARGE_BUCKET = {"zero_optimization": {"reduce_bucket_size": 500_000_000}}  # DeepSpeed's own
-SMALL_BUCKET = {"zero_optimization": {"reduce_bucket_size": 50_000_000}}  # the engine's
 OFFLOAD = {"optimizer": True, "pin_memory": False}
 CASES: dict[str, dict[str, Any]] = {
     "stage0": {
@@ -79,7 +78,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "stage2-bf16-small-bucket": {
         "shape": {"tie_word_embeddings": False},
-        "engine": {"zero_stage": 2, "dtype": "bfloat16", "micro_batch_tokens": 256, "deepspeed": SMALL_BUCKET},
+        "engine": {"zero_stage": 2, "dtype": "bfloat16", "micro_batch_tokens": 256},
         "prompt": 128,
         "response": 32,
         "group": 8,

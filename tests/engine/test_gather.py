@@ -68,16 +68,20 @@ def test_a_frozen_embedding_has_no_gradient():
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["shared_prompt", "padded"])
 def test_many_light_sequences_beside_a_heavy_one_lose_nothing(tiny_folder, layout):
-    """51 sequences of one prompt in one micro-batch; torch's sums would lose 0.9 % of the norm packed, 2 % padded."""
+    """51 sequences of one prompt in one micro-batch; torch's sums would lose 0.9 % of the norm packed, 2 % padded.
+
+    Beside two sequences, not one: a prompt that nobody shares is attended to by other calls, whose bfloat16 hidden
+    states are rounded otherwise (0.2 % of the norm on a CPU without AVX-512, and the same for 2 sequences as for 64).
+    """
     large = a_step(prompts=1)[0]
     small = replace(large, token_weight=large.token_weight / 500)
-    norms = []
-    for sequences in ([large], [large] + [small] * 50):
+    norms = {}
+    for light in (1, 50):
         policy = PolicyEngine(
             tiny_folder("qwen3-tied"), EngineConfig(dtype="bfloat16", zero_stage=2, micro_batch_tokens=10_000)
         )
         policy.layout = layout
-        stats = policy.train_step(sequences, temperature=1.0)
+        stats = policy.train_step([large] + [small] * light, temperature=1.0)
         assert stats.micro_batches == 1
-        norms.append(stats.grad_norm)
-    assert norms[1] == pytest.approx(1.1 * norms[0], rel=2**-9)
+        norms[light] = stats.grad_norm / (1 + light / 500)
+    assert norms[50] == pytest.approx(norms[1], rel=2**-9)
