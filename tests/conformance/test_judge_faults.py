@@ -20,7 +20,7 @@ RIGHT = [float(truth(c.text)) for c in CRITERIA]
 ITEM = GradeItem("q1", [{"role": "user", "content": "Say something."}], "Something.", CRITERIA)
 QUICK = {"backoff_s": 0.01, "backoff_max_s": 0.05, "timeout_s": 20.0, "deadline_s": 60.0, "max_retries": 4}
 # For servers that do not answer: alone, a good call is far quicker, also on a machine with other work.
-HASTY = {"timeout_s": 2.0, "concurrency": 1}
+HASTY = {"timeout_s": 3.0, "concurrency": 1}
 
 
 def grader_for(server, **options):

