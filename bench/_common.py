@@ -130,8 +130,11 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def write_results(path: Path, results: dict[str, Any]) -> None:
+    """Whole or not at all, whenever the process is killed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results, indent=2) + "\n")
+    partial = Path(f"{path}.partial")
+    partial.write_text(json.dumps(results, indent=2) + "\n")
+    partial.replace(path)
 
 
 def print_table(header: list[str], rows: list[list[str]]) -> None:

@@ -142,13 +142,14 @@ def _verl(module: str) -> ModuleType:
     return import_module(f"verl.{module}")
 
 
+# In the order in which they are tried: those that compile for long, then those in CuTe, come last.
 GPU_PROVIDERS = (
-    Provider("compiled chunks", compiled_chunks, 8, CUDA),
     Provider("torch linear_cross_entropy", torch_linear_cross_entropy, 6, CUDA),
     Provider("liger fused linear ce", liger_cross_entropy, 6, CUDA),
-    Provider("liger sm90 scaled ce", liger_scaled_cross_entropy, 8, CUDA),
     Provider("cut-cross-entropy", cut_cross_entropy(), 8, CUDA),
     Provider("cut-cross-entropy exact", cut_cross_entropy(filter_eps=None), 8, CUDA),
-    Provider("quack chunked ce", quack, 6, CUDA),
     Provider("verl fused", verl_kernel, 8, CUDA),
+    Provider("compiled chunks", compiled_chunks, 8, CUDA),
+    Provider("quack chunked ce", quack, 6, CUDA),
+    Provider("liger sm90 scaled ce", liger_scaled_cross_entropy, 8, CUDA),
 )

@@ -293,17 +293,17 @@ class Provider:
     own_loss: bool = False  # of another loss than the problem's: its errors are not shown
 
 
-FLOOR, EAGER, OURS = "three products", "eager torch", "rise chunked"
+FLOOR, EAGER, OURS, TRITON = "three products", "eager torch", "rise chunked", "rise triton"
 PROVIDERS = (
     Provider(FLOOR, three_products, 6),
+    Provider(EAGER, eager, 6),
     Provider(OURS, ours("chunked"), 6),
     Provider("rise chunked mixed", ours_mixed("chunked"), 6, ("cpu",), own_loss=True),
     Provider("rise chunked logprob", ours_logprob("chunked"), 8),
-    Provider("rise triton", ours("triton"), 6, ("cuda",)),
+    Provider(TRITON, ours("triton"), 6, ("cuda",)),
     Provider("rise triton mixed", ours_mixed("triton"), 6, ("cuda",), own_loss=True),
     Provider("rise triton logprob", ours_logprob("triton"), 8, ("cuda",)),
     Provider("rise reference", ours("reference"), 6, ("cpu",)),  # in float32 throughout: seconds on a GPU
-    Provider(EAGER, eager, 6),
     Provider("liger grpo", liger_grpo(compiled=False), 8),
     Provider("liger grpo compiled", liger_grpo(compiled=True), 8),
     Provider("trl chunked logprob", trl_logprob, 8),
