@@ -121,6 +121,7 @@ def engines(model: str, sizes: list[int], new_tokens: int, rounds: int, device: 
 
     syncs, probes = [], []
     for _ in range(rounds):
+        vllm.release()  # on a GPU a sync wakes vLLM, and moves the optimizer out of its way
         vllm.sync(0)
         assert vllm.last_sync is not None
         syncs.append(vllm.last_sync.seconds)

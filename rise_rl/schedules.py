@@ -43,16 +43,23 @@ class Lockstep:
 
     def __call__(self, natural: Sequence[Asked], guide: Guide | None) -> tuple[list[Sample], list[Sample]]:
         """Natural samples in the order asked for, guided ones in the order of the prompts."""
-        samples = self._answer("rollout", natural, "natural")
+        rollouts = self._generate("rollout", natural)
         if guide is None:
-            return samples, []
-        asked = [request for group in by_prompt(samples) for request in guide(group)]
-        return samples, self._answer("guided_rollout", asked, "guided")
+            return self._grade(natural, rollouts, "natural"), []
+        try:
+            samples = self._grade(natural, rollouts, "natural")
+            asked = [request for group in by_prompt(samples) for request in guide(group)]
+        except Exception as error:
+            self.rollouts.withdraw(error)
+            raise
+        return samples, self._grade(asked, self._generate("guided_rollout", asked), "guided")
 
-    def _answer(self, phase: str, asked: Sequence[Asked], kind: Kind) -> list[Sample]:
+    def _generate(self, phase: str, asked: Sequence[Asked]) -> list[Rollout]:
         with self.times(phase), self.progress.counting(phase, len(asked)) as advance:
             # Also without any request: ranks that hold one model together call it together.
-            rollouts = self.rollouts.generate([a.request for a in asked], self.sampling, advance)
+            return self.rollouts.generate([a.request for a in asked], self.sampling, advance)
+
+    def _grade(self, asked: Sequence[Asked], rollouts: Sequence[Rollout], kind: Kind) -> list[Sample]:
         with self.times("grade"):
             return _graded(self.grader, asked, rollouts, kind) if asked else []
 

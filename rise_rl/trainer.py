@@ -115,13 +115,14 @@ class Trainer:
         while self.done < self.config.steps:
             started = time.perf_counter()
             metrics = self.step(self.done + 1)
-            if self._due(self.config.evaluation.every):
-                try:
+            try:
+                self.sync()
+                if self._due(self.config.evaluation.every):
                     self.evaluate()
-                except (RiseError, EngineError) as error:
-                    if self._can_save(error):
-                        self._log(metrics, started)  # the step itself is whole
-                    raise
+            except (RiseError, EngineError) as error:
+                if self._can_save(error):
+                    self._log(metrics, started)  # the step itself is whole
+                raise
             self._log(metrics, started)
             stopping = self.ranks.any(self.should_stop())
             if stopping or self._due(self.config.checkpoint.every):
@@ -131,7 +132,7 @@ class Trainer:
         return self.done >= self.config.steps
 
     def step(self, step: int) -> dict[str, Any]:
-        """One step of Algorithm 1; `step` counts from 1."""
+        """One step of Algorithm 1, up to the update; `step` counts from 1."""
         guiding = self.schedule.active(step - 1, [line["gap/raw"] for line in self.history])
         prompts = self.order.batch(step - 1)
         parts = self.ranks.gather(self.sampler.sample, step, self.ranks.mine(prompts), guiding=guiding)
@@ -148,7 +149,8 @@ class Trainer:
             grpo=self.config.grpo,
             guidance=self.config.guidance,
         )
-        self.rollouts.release()
+        with self.times("sync"):  # the other half of handing the GPU over
+            self.rollouts.release()
         with self.times("train"):
             stats = update(
                 self.policy,
@@ -157,7 +159,6 @@ class Trainer:
                 reference=self.reference,
                 sequence_cap=self.config.grpo.cap_of("sequence"),
             )
-        self.sync()
         self.ranks.once(self.run.write_rollouts, step, [sample.record() for sample in [*natural, *guided]])
         return {
             "step": step,

@@ -35,7 +35,7 @@ def vllm_share(shape: ModelShape, work: Workload, s: Setting, device_bytes: int)
     of which come its weights, activations, CUDA graphs and NCCL buffers, before the cache gets what is left.
     """
     if s.on_cpu:
-        return s.dtype_bytes * shape.parameters / s.vllm_ranks + kv_cache(shape, work, s, work.rows + 1)
+        return (s.dtype_bytes * shape.parameters + kv_cache(shape, work, s, work.rows + 1)) / s.vllm_ranks
     return (s.vllm or 0.0) * device_bytes
 
 
@@ -49,12 +49,13 @@ def vllm_needs(shape: ModelShape, work: Workload, s: Setting, device_bytes: int,
 
     Weights, CUDA graphs, the cache, and the larger of two moments that vLLM measures before it sizes its cache: a
     prefill of max_num_batched_tokens (residual, its norm, gate and up, their product) and the sampling of all rows
-    (logits; in float32 again, their log-probs, probabilities and noise).
+    (in float32 logits, again, their log-probs, probabilities and noise: so the model runner V1, which may be asked for;
+    V2, the default, keeps two of the five).
     """
     b, columns = s.dtype_bytes, work.prompt + work.hint + work.response
     tokens = 16_384 if device_bytes >= 70 << 30 else 8192  # what vLLM.LLM chooses (on an A100 always the smaller)
     prefill = tokens * b * (2 * shape.hidden + 3 * shape.intermediate / s.vllm_ranks)
-    sampling = work.rows * shape.vocabulary * (b + 4 * FLOAT32)
+    sampling = work.rows * shape.vocabulary * 5 * FLOAT32
     block = kv_cache(shape, work, s, 1) / columns * BLOCK / s.vllm_ranks
     cache = (rows * -(-columns // BLOCK) + 1) * block
     return b * shape.parameters / s.vllm_ranks + CUDA_GRAPHS + max(prefill, sampling) + cache

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from .policy import PolicyEngine
 
 
+FRACTION = "a smaller rollout.vllm.memory_fraction leaves the trainer more"
+
+
 @dataclass(frozen=True)
 class SyncReport:
     seconds: float
@@ -46,7 +49,7 @@ class WeightSync:
 
     def sync(self, version: int) -> SyncReport:
         """Collective. Raises RuntimeError while answers are being sampled (they would be of two policies) and for a
-        version that is not the policy's step, EngineError if vLLM did not take every weight.
+        version that is not the policy's step, EngineError if vLLM fails or did not take every weight.
         """
         started = time.perf_counter()
         if version != self.policy.step:
@@ -54,17 +57,20 @@ class WeightSync:
         if waiting := self.llm.llm_engine.get_num_unfinished_requests():
             raise RuntimeError(f"weight sync: {waiting} answers are still being sampled; finish or drop them first")
         self.version = None
-        if self.sleep_level:
-            offload_optimizer(self.policy)
-            torch.cuda.empty_cache()  # what training has freed is not vLLM's before torch lets go of it
-        if self.asleep:
-            self.llm.wake_up(tags=["weights"])
+        with self._phase("waking its weights", FRACTION):
+            if self.sleep_level:
+                offload_optimizer(self.policy)
+                torch.cuda.empty_cache()  # what training has freed is not vLLM's before torch lets go of it
+            if self.asleep:
+                self.llm.wake_up(tags=["weights"])
         sent = _Counted(named_weights(self.policy))
-        [loaded] = self.llm.collective_rpc(load_weights, args=(sent, version))
+        with self._phase("loading", FRACTION):
+            [loaded] = self.llm.collective_rpc(load_weights, args=(sent, version))
         if not sent.whole:
             raise EngineError(f"weight sync: vLLM stopped reading after {sent.bytes} bytes of weights")
         if self.asleep:
-            self.llm.wake_up(tags=["kv_cache"])
+            with self._phase("waking its cache", FRACTION):
+                self.llm.wake_up(tags=["kv_cache"])
             self.asleep = self.llm.llm_engine.is_sleeping()  # vLLM only warns about a part that does not wake
             if self.asleep:
                 raise EngineError("weight sync: vLLM is still asleep after weights and cache were woken")
@@ -81,10 +87,23 @@ class WeightSync:
         """Gives the GPU to the optimizer until the next sync. On a CPU, or with sleep level 0, nothing happens."""
         if self.sleep_level and not self.asleep:
             self.version = None
-            self.llm.sleep(level=self.sleep_level)
+            with self._phase("going to sleep", "rollout.vllm.sleep: 2 keeps no weights in host memory"):
+                self.llm.sleep(level=self.sleep_level)
             self.asleep = True
         if self.sleep_level:
-            reload_optimizer(self.policy)
+            with self._phase("giving the GPU back to the optimizer", "engine.offload.optimizer: true needs less of it"):
+                reload_optimizer(self.policy)
+
+    @contextmanager
+    def _phase(self, name: str, remedy: str) -> Iterator[None]:
+        """Whatever is raised in it becomes an EngineError that names it and, on a GPU, says what to change."""
+        try:
+            yield
+        except EngineError:
+            raise
+        except Exception as error:
+            found = f"weight sync at step {self.policy.step}: vLLM failed in {name}: {type(error).__name__}: {error}"
+            raise EngineError(f"{found}. If memory ran out: {remedy}" if self.sleep_level else found) from error
 
 
 class _Counted:
@@ -111,7 +130,7 @@ def load_weights(worker: Any, weights: Iterator[tuple[str, Tensor]], version: in
     """
     model = worker.model_runner.get_model()
     missing = {name for name, _ in model.named_parameters()}
-    with watched_loading(model, missing):
+    with watched_loading(model, missing), whole_layers(worker):
         worker.reload_weights(weights_iterator=weights)
     if missing:
         raise EngineError(
@@ -122,6 +141,20 @@ def load_weights(worker: Any, weights: Iterator[tuple[str, Tensor]], version: in
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return version
+
+
+@contextmanager
+def whole_layers(worker: Any) -> Iterator[None]:
+    """vLLM counts the weights of a layer until it is whole. A load that ends in between leaves its counts behind, and
+    the next one would take a query that came twice for query, key and value: they are forgotten here.
+    """
+    try:
+        yield
+    except BaseException:
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        finalize_layerwise_reload(worker.model_runner.get_model(), worker.model_config)
+        raise
 
 
 @contextmanager

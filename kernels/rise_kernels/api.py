@@ -14,7 +14,7 @@ Common keywords
     options: Options(budget=bytes of temporary workspace).
 
 Errors: TypeError or ValueError before anything is launched, naming the argument, what was found and what was expected;
-RuntimeError where the named backend cannot run, and for a double backward pass.
+RuntimeError where the named backend cannot run, while a CUDA graph is captured, and for a double backward pass.
 """
 
 from __future__ import annotations

@@ -143,8 +143,11 @@ def _scaled(
     """
     if grad is None:
         return torch.zeros(shape, dtype=dtype, device=device)
-    if rows is None and grad.dtype == dtype == torch.float32:
-        return grad * factor
+    if rows is None and grad.dtype == torch.float32:
+        if dtype == torch.float32:
+            return grad * factor
+        if grad.is_cuda:  # one kernel, which rounds as it writes; a CPU would hold the float32 product in between
+            return torch.mul(grad, factor, out=torch.empty(shape, dtype=dtype, device=device))
     out = (torch.empty if rows is None else torch.zeros)(shape, dtype=dtype, device=device)
     step = max(1, _SCALE_SLAB // max(1, shape[1:].numel()))
     for start in range(0, grad.shape[0], step):

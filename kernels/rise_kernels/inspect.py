@@ -107,7 +107,7 @@ def _gemm_constants(dtype: str, arch: int, tile: Tile, bias: bool, softcap: bool
     return {
         "HAS_BIAS": bias, "HAS_SOFTCAP": softcap, "STORAGE": tl.float32 if dtype == "fp32" else tl.float16,
         "DESCRIPTORS": arch >= 90, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
-        "GROUP_M": tile.group_m,
+        "GROUP_M": tile.group_m, "ARCHITECTURE": arch // 10,
     }  # fmt: skip
 
 

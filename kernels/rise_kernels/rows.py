@@ -46,11 +46,16 @@ def plan_rows(
     """Choose and order the rows, and check the targets, with one host sync for all of it.
 
     target int64 [N]; weighted bool [N]: rows whose token weight is not 0 (None: all); may_have_grad bool [N] (None:
-    all). Raises ValueError for a target outside [0, vocab) that is not ignore_index.
+    all). Raises ValueError for a target outside [0, vocab) that is not ignore_index, RuntimeError while a CUDA graph is
+    captured.
     """
     total = target.shape[0]
     if total == 0:
         return RowPlan(0, 0, 0, None)
+    if target.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "rise_kernels: which rows count is read on the host, so no call can be captured into a CUDA graph"
+        )
     kept = target != ignore_index
     bad = kept & ((target < 0) | (target >= vocab))
     chosen = kept if weighted is None else kept & weighted

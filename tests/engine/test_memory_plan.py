@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,7 +34,8 @@ from rise_engine.packing import build, plan
 from rise_engine.plan_settings import setting_of
 from rise_engine.policy import PolicyEngine, PolicyModule
 from rise_engine.rollout.vllm_config import VllmConfig
-from rise_engine.rollout_memory import CUDA_GRAPHS, vllm_needs, vllm_rows, weights_under_way
+from rise_engine.rollout.vllm_start import cache_bytes
+from rise_engine.rollout_memory import CUDA_GRAPHS, vllm_needs, vllm_rows, vllm_share, weights_under_way
 from rise_engine.sequences import TrainSequence
 from rise_engine.token_rows import make_rows
 from rise_engine.weights_stream import BUCKET_BYTES, buckets
@@ -297,7 +299,20 @@ def test_vllms_cache_is_what_its_share_leaves_beside_weights_graphs_and_a_prefil
     assert less == pytest.approx(shape.parameters + row / 2 + block / 2 + 16384 * 2 * 3 * 9728 / 2)
     # Many rows: sampling takes more than a prefill.
     many = vllm_needs(shape, replace(work, rows=4096), s, device) - vllm_needs(shape, work, s, device)
-    assert many == 4096 * 151_936 * 18 - 16384 * 2 * (2 * 2560 + 3 * 9728)
+    assert many == 4096 * 151_936 * 5 * 4 - 16384 * 2 * (2 * 2560 + 3 * 9728)
+
+
+def test_on_a_cpu_ranks_that_hold_one_model_together_hold_a_part_of_its_cache_each():
+    """As much as vLLM is told to take there."""
+    config = SimpleNamespace(num_hidden_layers=3, num_key_value_heads=2, head_dim=16)
+    model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: config), dtype=torch.float32)
+    policy = SimpleNamespace(model=model)
+    work = replace(WORK, rows=7, hint=10, response=50)  # 160 tokens, whole blocks of 32
+    for ranks in (1, 2):
+        given = cache_bytes(policy, 160, 7, ranks)
+        assert given == 8 * 160 * 3 * 2 * (2 // ranks * 16) * 4
+        shape, s = small(), replace(SETTING, vllm=0.5, vllm_ranks=ranks)
+        assert vllm_share(shape, work, s, 0) == 4 * shape.parameters / ranks + given
 
 
 def test_the_kv_cache_is_what_max_rows_answers_need():

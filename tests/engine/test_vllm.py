@@ -15,7 +15,9 @@ import pytest
 import torch
 
 from rise_engine.config import LoraSettings
+from rise_engine.errors import EngineError
 from rise_engine.parity import ParityError, parity_probe
+from rise_engine.rollout import vllm as vllm_engine
 from rise_engine.rollout import vllm_start
 from rise_engine.rollout.base import RolloutRequest, Sampling
 from rise_engine.rollout.checks import RequestError, RolloutError
@@ -26,7 +28,7 @@ from rise_engine.seeds import derive_seed
 from rise_engine.sequences import TrainSequence
 from rise_engine.weights_stream import buckets, named_weights
 from tests.engine.helpers import a_step
-from tests.engine.vllm_helpers import CONTEXT, a_policy, assert_close, attach, gaps, some_requests
+from tests.engine.vllm_helpers import BESIDE_OTHERS, CONTEXT, a_policy, assert_close, attach, gaps, some_requests
 from tests.tiny import make_tiny
 
 KINDS = ("llama-tied", "qwen3")
@@ -50,7 +52,8 @@ def started(folders):
     for kind in KINDS:
         policy = a_policy(folders[kind])
         seen.append(process_state())
-        engines[kind] = VllmRollout(policy, context_length=CONTEXT, max_rows=8, subset=kind == "qwen3")
+        settings = {"max_rows": 8, "subset": kind == "qwen3", "config": BESIDE_OTHERS}
+        engines[kind] = VllmRollout(policy, context_length=CONTEXT, **settings)
         seen.append(process_state())
     return engines, seen
 
@@ -72,7 +75,7 @@ def process_state() -> dict[str, object]:
         "torch": torch.get_rng_state().tolist(),
         "environment": {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")},
         "signals": [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)],
-        "threads": torch.set_num_threads,
+        "threads": (torch.set_num_threads, torch.get_num_threads()),
         "dtype": torch.get_default_dtype(),
         "precision": torch.get_float32_matmul_precision(),
     }
@@ -103,6 +106,24 @@ def test_buckets_hold_everything_in_order_and_little_at_once():
     found = list(buckets(named, 4 * 25))
     assert [[name for name, _ in bucket] for bucket in found] == [["0", "1"], ["2"], ["3"], ["4", "5"]]
     assert list(buckets([], 8)) == []
+
+
+@pytest.mark.device
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="vLLM sleeps on a GPU alone")
+def test_a_vllm_that_slept_wakes_with_the_weights_of_the_update(folders):
+    pytest.importorskip("vllm")
+    policy = a_policy(folders["qwen3"])
+    rollouts = VllmRollout(policy, context_length=CONTEXT, max_rows=8, config=VllmConfig(memory_fraction=0.2))
+    for step, level in enumerate((1, 2, 2)):
+        rollouts.weights.sleep_level = level
+        rollouts.sync(step)
+        parity_probe(rollouts, policy)
+        held, _ = torch.cuda.mem_get_info()
+        rollouts.release()
+        assert torch.cuda.mem_get_info()[0] - held > torch.cuda.mem_get_info()[1] / 10  # of the fifth that it had
+        with pytest.raises(RuntimeError, match="sleeps since release"):
+            rollouts.generate(some_requests(), Sampling(2))
+        policy.train_step(a_step(step), temperature=1.0)
 
 
 @pytest.mark.slow
@@ -189,12 +210,14 @@ def test_nothing_is_generated_before_the_first_sync_or_after_one_that_failed(tie
     tied.sync(0)
 
     def breaks(policy):
-        yield "model.norm.weight", torch.ones(32)
+        """In the middle of the layer that vLLM makes of query, key and value: the query is half of it here."""
+        query = "model.layers.0.self_attn.q_proj.weight"
+        yield query, torch.ones_like(dict(policy.model.named_parameters())[query])
         raise OSError("gone")
 
     monkeypatch.setattr(weight_sync, "named_weights", breaks)
-    with pytest.raises(OSError, match="gone"):
-        tied.sync(0)
+    with pytest.raises(EngineError, match=r"step 0: vLLM failed in loading: OSError: gone$"):
+        tied.sync(0)  # once: a second query would fill the layer, and end what the first has begun
     with pytest.raises(RuntimeError, match="before the first sync"):
         tied.generate(some_requests(), Sampling(2))
     monkeypatch.undo()
@@ -390,13 +413,15 @@ def test_a_start_without_enough_memory_names_the_key_that_decides_it(monkeypatch
     def refuses(**settings):
         raise ValueError("Free memory is less than desired. Decrease GPU memory utilization")
 
-    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(os, "environ", {})
     monkeypatch.setattr(vllm_start, "imported", lambda: nullcontext(SimpleNamespace(LLM=refuses)))
-    monkeypatch.setattr(vllm_start, "arguments", lambda policy, **_: {})
+    monkeypatch.setattr(vllm_start, "arguments", lambda policy, **_: {"dtype": "float32"})
     policy = SimpleNamespace(device=torch.device(device))
     with pytest.raises(ValueError, match=r"vLLM does not start: Free memory is less") as raised:
         vllm_start.start(policy, context_length=8, max_rows=1, subset=False, config=VllmConfig(memory_fraction=0.7))
     assert ("rollout.vllm.memory_fraction, 0.7" in str(raised.value)) == (device == "cuda")
+    triton = {"TRITON_PRINT_AUTOTUNING": "0", "TRITON_F32_DEFAULT": "ieee"}  # for good, as kernels compile later
+    assert os.environ == ({"LOCAL_RANK": "0", **triton} if device == "cuda" else {})
 
 
 def test_the_process_is_put_back_even_if_the_start_fails(monkeypatch):
@@ -411,6 +436,7 @@ def test_the_process_is_put_back_even_if_the_start_fails(monkeypatch):
         os.environ["LD_PRELOAD"] = "something"
         os.environ["VLLM_KEPT"] = "1"
         signal.signal(signal.SIGTERM, lambda *_: None)
+        torch.set_num_threads(torch.get_num_threads() + 1)
         torch.set_num_threads = print
         raise OSError("no memory")
 
@@ -421,15 +447,38 @@ def test_the_process_is_put_back_even_if_the_start_fails(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_models_that_vllm_can_serve(started, folders, tmp_path):
+def test_the_models_that_vllm_can_serve(started, folders, tmp_path, monkeypatch):
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     assert tuple(CPUAttentionBackend.get_supported_head_sizes()) == CPU_HEAD_DIMS
     policy = a_policy(folders["qwen3"])
     assert why_not(policy) is None
+    with monkeypatch.context() as patch:
+        patch.setattr("vllm.__version__", "0.31.2")
+        assert why_not(policy) == "vLLM 0.31.2 is installed, and 0.32 is what its weights are renewed in"
     policy.model.config.architectures = ["UnheardOfForCausalLM"]
     assert why_not(policy) == "vLLM has no model of the kind UnheardOfForCausalLM"
     assert "head_dim 8" in why_not(a_policy(make_tiny(tmp_path / "narrow")))
+
+
+def test_the_context_has_room_for_the_probe(folders, monkeypatch):
+    """However short the prompts and answers of a run are; a model's own limit stays."""
+    monkeypatch.setattr(vllm_engine, "start", lambda policy, **settings: SimpleNamespace(**settings))
+    policy = a_policy(folders["llama-tied"])
+    for asked, given in ((10, 100), (150, 150), (10**6, policy.context_length)):
+        found = VllmRollout(policy, context_length=asked)
+        assert (found.context_length, found.llm.context_length) == (given, given)
+
+
+def test_a_start_that_runs_out_of_memory_says_so_too(monkeypatch):
+    def dies(**settings):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(vllm_start, "imported", lambda: nullcontext(SimpleNamespace(LLM=dies)))
+    monkeypatch.setattr(vllm_start, "arguments", lambda policy, **_: {})
+    policy = SimpleNamespace(device=torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"vLLM does not start: OutOfMemoryError\('CUDA out of memory'\)"):
+        vllm_start.start(policy, context_length=8, max_rows=1, subset=False, config=VllmConfig())
 
 
 def test_what_vllm_is_started_with_on_a_gpu(folders):
@@ -440,4 +489,5 @@ def test_what_vllm_is_started_with_on_a_gpu(folders):
     assert (found["gpu_memory_utilization"], found["enable_sleep_mode"]) == (0.4, True)
     assert found["load_format"] == "dummy"  # weights come with the first sync, or the probe fails
     assert found["dtype"] == "float32"
+    assert found["hf_overrides"] == {"head_dtype": "float32"}  # the trainer's head works in float32 too
     assert not {"enforce_eager", "kv_cache_memory_bytes"} & set(found)

@@ -18,6 +18,17 @@ from tests.engine.helpers import a_step
 from tests.tiny import make_tiny
 
 
+class Calls(list):
+    """What was done, in order; at `fails` memory runs out."""
+
+    fails = ""
+
+    def append(self, call):
+        super().append(call)
+        if call == self.fails:
+            raise torch.OutOfMemoryError("full")
+
+
 class Recorder:
     """Stands for vLLM's LLM and writes down what it is told."""
 
@@ -49,7 +60,7 @@ class Recorder:
 @pytest.fixture
 def on_gpu(monkeypatch):
     """A policy that says it is on a GPU, and the list of what is done to it and to vLLM."""
-    calls: list[str] = []
+    calls = Calls()
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty cache"))
     monkeypatch.setattr(weight_sync, "offload_optimizer", lambda _: calls.append("offload optimizer"))
     monkeypatch.setattr(weight_sync, "reload_optimizer", lambda _: calls.append("reload optimizer"))
@@ -134,6 +145,33 @@ def test_a_vllm_that_stays_asleep_is_an_error_and_the_next_sync_wakes_it_again(o
     llm.wake_up = wake
     weights.sync(0)
     assert (weights.version, weights.asleep) == (0, False)
+
+
+def release_and_sync(weights: WeightSync) -> None:
+    weights.release()
+    weights.sync(weights.policy.step)
+
+
+@pytest.mark.parametrize(
+    ("call", "phase", "remedy"),
+    [
+        ("sleep 2", "going to sleep", "rollout.vllm.sleep"),
+        ("reload optimizer", "giving the GPU back to the optimizer", "engine.offload.optimizer"),
+        ("wake weights", "waking its weights", "rollout.vllm.memory_fraction"),
+        ("load 2", "loading", "rollout.vllm.memory_fraction"),
+        ("wake kv_cache", "waking its cache", "rollout.vllm.memory_fraction"),
+    ],
+)
+def test_a_phase_that_fails_is_named_with_what_to_change(on_gpu, call, phase, remedy):
+    """As an EngineError, after which a run saves what it has trained."""
+    policy, calls = on_gpu
+    policy.step = 7
+    weights = WeightSync(Recorder(calls), policy, sleep_level=2)
+    calls.fails = call
+    expected = f"at step 7: vLLM failed in {phase}: OutOfMemoryError: full. If memory ran out: .*{remedy}"
+    with pytest.raises(EngineError, match=expected):
+        release_and_sync(weights)
+    assert weights.version is None
 
 
 class Model(torch.nn.Linear):

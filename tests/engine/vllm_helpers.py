@@ -8,8 +8,11 @@ from rise_engine.config import EngineConfig
 from rise_engine.policy import PolicyEngine
 from rise_engine.rollout.base import RolloutRequest, Sampling
 from rise_engine.rollout.vllm import VllmRollout
+from rise_engine.rollout.vllm_config import VllmConfig
 
 CONTEXT = 200
+BESIDE_OTHERS = VllmConfig(sleep=0, memory_fraction=0.2)
+"""Several engines in one process: on a GPU they share it, and only one could sleep."""
 
 
 def a_policy(folder, **keys) -> PolicyEngine:

@@ -13,14 +13,14 @@ from rise_engine.rollout.vllm import VllmRollout
 from rise_engine.rollout.vllm_config import VllmConfig
 from rise_engine.seeds import derive_seed
 from tests.engine.helpers import a_step
-from tests.engine.vllm_helpers import CONTEXT, a_policy, attach, gaps, some_requests
+from tests.engine.vllm_helpers import BESIDE_OTHERS, CONTEXT, a_policy, attach, gaps, some_requests
 from tests.torchrun import end
 
 
 def main(folders: list[str]) -> dict[str, object]:
     found: dict[str, object] = {}
     for folder in folders:
-        rollouts = VllmRollout(a_policy(folder), context_length=CONTEXT, max_rows=8)
+        rollouts = VllmRollout(a_policy(folder), context_length=CONTEXT, max_rows=8, config=BESIDE_OTHERS)
         for stage in (2, 3):
             policy = a_policy(folder, zero_stage=stage)
             attach(rollouts, policy).sync(0)

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 import rise_rl.trainer
+from rise_engine.parity import ParityError
 from rise_rl.config import load_config
 from rise_rl.graders.errors import JudgeUnavailable
 from rise_rl.launch import run_training
@@ -151,6 +152,29 @@ def test_a_judge_that_is_down_during_an_evaluation_costs_no_step_and_the_evaluat
     assert found.evals() == expected.evals()
     run_training(load_config(config), resume=True)  # nothing is left to do: no evaluation is repeated
     assert len(calls) == 4
+
+
+def test_a_sync_that_fails_after_an_update_costs_no_step(tiny_config, monkeypatch):
+    config = tiny_config(steps=4, checkpoint__every=0)
+    _, whole = run(config, "name=whole")
+    probe, calls = rise_rl.trainer.parity_probe, []
+
+    def fails_once(*args, **keywords):
+        calls.append(1)
+        if len(calls) == 4:  # at the start, then after every step
+            raise ParityError("the weights are old")
+        return probe(*args, **keywords)
+
+    monkeypatch.setattr(rise_rl.trainer, "parity_probe", fails_once)
+    with pytest.raises(ParityError):
+        run(config)
+    folder = run_training(load_config(config), resume=True)
+    found, expected = RunFolder(folder), RunFolder(whole)
+    assert [r["after_step"] for r in found.manifest()["resumes"]] == [3]
+    assert [m["loss"] for m in found.metrics()] == [m["loss"] for m in expected.metrics()]
+    assert found.evals() == expected.evals()
+    for name in ("step_000003.jsonl", "step_000004.jsonl"):
+        assert (folder / "rollouts" / name).read_bytes() == (whole / "rollouts" / name).read_bytes()
 
 
 @pytest.mark.parametrize("model_kind", ["qwen3", "llama"])

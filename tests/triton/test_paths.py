@@ -8,14 +8,20 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import rise_kernels
 from rise_kernels import Options
-from rise_kernels.triton_backend import launch, rows
+from rise_kernels.autograd import _scaled
+from rise_kernels.rows import plan_rows
+from rise_kernels.triton_backend import launch, logits, rows
 from rise_kernels.triton_backend.launch import Kernels
+from rise_kernels.triton_backend.plan import chunk_rows
+from rise_kernels.triton_backend.products import is_ready
 from tests.kernels.calls import assert_matches, call, random_case
 from tests.kernels.launches import triton_launches
 from tests.triton.on_device import DEVICE
+from tests.triton.test_products import OnCuda
 
 pytestmark = pytest.mark.slow
 
@@ -181,3 +187,67 @@ def test_a_real_shape(dtype):
     tolerance = 1e-4 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
     for found, exact in ((h.grad, exact_h.grad), (w.grad, exact_w.grad)):
         assert (found.double() - exact).abs().max() <= tolerance * exact.abs().max()
+
+
+@interpreted
+def test_tuned_once_per_architecture(monkeypatch):
+    """A process may hold GPUs of two kinds: what was tuned on one is not for the other. Rows tune nothing anew."""
+    keys = set()
+    for kernel in (logits.forward_kernel, logits.backward_kernel):
+
+        def run(*args, _kernel=kernel, _run=kernel.run, **keywords):
+            given = dict(zip(_kernel.arg_names, args)) | keywords
+            keys.add((_kernel, *(given[name] for name in _kernel.keys)))
+            return _run(*args, **keywords)
+
+        monkeypatch.setattr(kernel, "run", run)
+    for arch in (9, 10):
+        monkeypatch.setattr(launch, "architecture", lambda device, arch=arch: arch)
+        for n in (5, 40):
+            hidden, weight = torch.randn(n, 16, requires_grad=True), torch.randn(48, 16)
+            target = torch.arange(n)
+            rise_kernels.linear_logprob(hidden, weight, target, backend="triton").logprob.sum().backward()
+    assert len(keys) == 4
+
+
+def test_rows_that_overlap_are_copied():
+    """A descriptor takes no stride of 0, and none shorter than a row; the interpreter would not mind."""
+    x = torch.zeros(4, 16)
+    assert is_ready(x, torch.float32)
+    assert not is_ready(x[:1].expand(4, 16), torch.float32)
+    assert not is_ready(x.as_strided((4, 16), (8, 1)), torch.float32)
+
+
+def test_a_chunk_costs_the_traffic_of_dw():
+    """Whole waves of dH alone would take 1664 of the 3261 rows that fit, and dW twice as often through memory."""
+    assert chunk_rows(8192, 1 << 30, 329_168, depth=5120, multiprocessors=132) == 3200
+
+
+@pytest.mark.parametrize("cuda", [True, False])
+def test_dw_is_scaled_by_one_kernel_on_cuda(cuda):
+    """Rounded as it is written. A CPU would hold all of dW in float32 in between, so there it is a slab at a time."""
+    products = []
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.overloadpacket in (torch.ops.aten.mul, torch.ops.aten.mul_):
+                products.append((str(func), len(args[0])))
+            return func(*args, **(kwargs or {}))
+
+    grad, factor = torch.randn(3, 1 << 19, generator=torch.Generator().manual_seed(0)), torch.tensor(0.3)
+    given = grad.as_subclass(OnCuda) if cuda else grad
+    with Products():
+        out = _scaled(given, factor, grad.shape, torch.bfloat16, grad.device, rows=None)
+    assert torch.equal(out.as_subclass(torch.Tensor), (grad * factor).bfloat16())
+    assert products == ([("aten.mul.out", 3)] if cuda else [("aten.mul_.Tensor", 2), ("aten.mul_.Tensor", 1)])
+
+
+def test_no_call_while_a_cuda_graph_is_captured(monkeypatch):
+    """CUDA's own error would name neither the call nor the reason."""
+    target = torch.arange(4)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert plan_rows(target, 8, -100).n == 4  # on a CPU, whatever a GPU does meanwhile
+    with pytest.raises(RuntimeError, match="into a CUDA graph"):
+        plan_rows(target.as_subclass(OnCuda), 8, -100)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert plan_rows(target.as_subclass(OnCuda), 8, -100).n == 4

@@ -85,5 +85,8 @@ class RolloutEngine(Protocol):
     ) -> list[Rollout]:
         """In the order of the requests; `progress` is told how many have finished."""
 
+    def withdraw(self, error: Exception) -> None:
+        """In place of a `generate` that this rank cannot come to: ranks that wait for its requests raise `error`."""
+
     def stream(self, sampling: Sampling) -> AbstractContextManager[RolloutStream]:
         """Answers as they finish. What has none on leaving is dropped."""

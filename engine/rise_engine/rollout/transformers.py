@@ -75,6 +75,9 @@ class TransformersRollout:
                 answers[i] = answer
         return [self._rollout(r, a, version) for r, a in zip(requests, answers) if a is not None]
 
+    def withdraw(self, error: Exception) -> None:
+        """Nobody waits for this rank's requests."""
+
     @contextmanager
     def stream(self, sampling: Sampling) -> Iterator[BatchStream]:
         """Answers by whole batches of max_rows requests, in the order of the requests."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from ..agreement import world_size
+from ..agreement import portable, world_size
+from ..parity import PROBE_PROMPT, PROBE_TOKENS
 from ..policy import PolicyEngine
 from ..weight_sync import SyncReport, WeightSync, offload_optimizer
 from .base import Rollout, RolloutRequest, Sampling
@@ -44,17 +46,20 @@ class VllmRollout:
         if max_rows < 1:
             raise ValueError(f"max_rows: expected at least 1, found {max_rows}")
         self.policy = policy
-        self.context_length = min(context_length, policy.context_length)
+        probed = max(context_length, PROBE_PROMPT + PROBE_TOKENS)  # after every sync, whatever else is asked for
+        self.context_length = min(probed, policy.context_length)
         if policy.device.type == "cuda" and config.sleep:
             offload_optimizer(policy)
-        self.peers = _peers(config.tensor_parallel_size)
+        self.peers = _peers(config.tensor_parallel_size, policy)
         self.llm = start(policy, context_length=self.context_length, max_rows=max_rows, subset=subset, config=config)
         self.tempering: Tempering | None = self.llm.collective_rpc(Tempering)[0] if subset else None
         self.weights = WeightSync(self.llm, policy, sleep_level=config.sleep)
         self.last_sync: SyncReport | None = None
 
     def sync(self, version: int) -> None:
-        """Hands over the policy's weights, all ranks together; on a GPU wakes vLLM first."""
+        """Hands over the policy's weights, all ranks together; on a GPU wakes vLLM first. Whether they arrived is for
+        `parity_probe` to say, which serves any engine and has a tolerance that only the caller knows: ask it next.
+        """
         self.last_sync = self.weights.sync(version)
 
     def release(self) -> None:
@@ -105,13 +110,25 @@ class VllmRollout:
         finally:
             stream.drop()
 
+    def withdraw(self, error: Exception) -> None:
+        """Instead of a call to `generate` that the peers are making: they raise `error` too."""
+        if self.peers is not None:
+            self._exchanged(portable(error))
+
+    def _exchanged(self, mine: Any) -> list[Any]:
+        parts: list[Any] = [None] * dist.get_world_size(self.peers)
+        dist.all_gather_object(parts, mine, group=self.peers)
+        return parts
+
     def _shared(self, requests: Sequence[RolloutRequest]) -> tuple[slice, list[RolloutRequest]]:
         """Ranks that hold one model together answer all of their requests together. Returns which are this rank's."""
         if self.peers is None:
             return slice(0, len(requests)), list(requests)
-        parts: list[Any] = [None] * dist.get_world_size(self.peers)
-        dist.all_gather_object(parts, list(requests), group=self.peers)
         place = dist.get_rank(self.peers)
+        parts = self._exchanged(list(requests))
+        for error in parts:
+            if isinstance(error, Exception):
+                raise error
         begin = sum(len(part) for part in parts[:place])
         return slice(begin, begin + len(requests)), [r for part in parts for r in part]
 
@@ -210,12 +227,15 @@ class VllmStream:
             ) from error
 
 
-def _peers(size: int) -> Any:
-    """The process group of the ranks that hold one model together; None if each holds its own."""
+def _peers(size: int, policy: PolicyEngine | FrozenPolicy) -> Any:
+    """The process group of the ranks that hold one model together; None if each holds its own. It waits as long as the
+    policy's own does.
+    """
     world = world_size()
     if world % size:
         raise ValueError(f"tensor_parallel_size: expected a divisor of the number of ranks ({world}), found {size}")
     if size == 1:
         return None
-    groups = [dist.new_group(range(i, i + size), backend="gloo") for i in range(0, world, size)]
+    timeout = timedelta(minutes=policy.config.timeout_minutes) if isinstance(policy, PolicyEngine) else None
+    groups = [dist.new_group(range(i, i + size), timeout, backend="gloo") for i in range(0, world, size)]
     return groups[dist.get_rank() // size]

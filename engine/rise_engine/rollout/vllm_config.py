@@ -16,7 +16,10 @@ class VllmConfig(BaseModel):
         0.5, gt=0, lt=1, description="Share of a GPU's memory for vLLM's weights and cache while it is awake."
     )
     tensor_parallel_size: int = Field(
-        1, ge=1, description="Ranks that hold one copy of the model together; must divide the number of ranks."
+        1,
+        ge=1,
+        description="Ranks that hold one copy of the model together; must divide the number of ranks. rollout.max_rows "
+        "then holds for their answers together.",
     )
     sleep: Literal[0, 1, 2] = Field(
         2,

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 CPU_BLOCK = 32
 """Tokens of a cache block on a CPU (its kernels want a multiple of 32): the smaller, the more of a prompt is shared."""
 
+VERSION = "0.32"
+"""weight_sync.py, vllm.py and this file follow its source, and use parts of it that are not its public interface."""
+
 IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
 """Always 0: the engine lives in this process, where its worker reads the trainer's tensors directly."""
 
@@ -58,6 +61,8 @@ def why_not(policy: PolicyEngine | FrozenPolicy) -> str | None:
         return f"vLLM on a CPU has no attention for the model's head_dim {width} (it has {CPU_HEAD_DIMS})"
     try:
         with imported() as vllm:
+            if not vllm.__version__.startswith(f"{VERSION}."):
+                return f"vLLM {vllm.__version__} is installed, and {VERSION} is what its weights are renewed in"
             supported = vllm.ModelRegistry.get_supported_archs()
     except ImportError as error:
         return f"vLLM cannot be imported ({error})"
@@ -94,6 +99,10 @@ def start(
     Collective: all ranks start together. Seconds on a CPU, a minute or more on a GPU (kernels, CUDA graphs).
     """
     settings = arguments(policy, context_length=context_length, max_rows=max_rows, subset=subset, config=config)
+    if policy.device.type == "cuda":  # for as long as kernels are compiled, so outside what is put back
+        os.environ.setdefault("TRITON_PRINT_AUTOTUNING", "0")  # vLLM would have the trainer's kernels print theirs
+        if settings["dtype"] == "float32":
+            os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # vLLM's attention in Triton would multiply in TF32
     with imported() as vllm:
         if policy.device.type == "cpu" and config.tensor_parallel_size > 1:
             keep_to_process_groups()
@@ -101,9 +110,10 @@ def start(
             os.environ["LOCAL_RANK"] = str(policy.device.index or 0)
         try:
             llm = vllm.LLM(**settings)
-        except ValueError as error:
+        except (ValueError, RuntimeError, AssertionError) as error:  # torch.OutOfMemoryError is a RuntimeError
             share = f"; gpu_memory_utilization is rollout.vllm.memory_fraction, {config.memory_fraction}, here"
-            raise ValueError(f"vLLM does not start: {error}{share if policy.device.type == 'cuda' else ''}") from error
+            reason = error if isinstance(error, ValueError) else repr(error)
+            raise ValueError(f"vLLM does not start: {reason}{share if policy.device.type == 'cuda' else ''}") from error
     # vLLM's own clean-up also destroys the default process group, which is the trainer's.
     client = llm.llm_engine.engine_core
     client._finalizer.detach()
@@ -149,16 +159,17 @@ def arguments(
         chosen["distributed_executor_backend"] = "external_launcher"
     if on_gpu:
         chosen |= {"gpu_memory_utilization": config.memory_fraction, "enable_sleep_mode": config.sleep > 0}
+        chosen["hf_overrides"] = {"head_dtype": "float32"}  # as the trainer's head; the product alone, not the weight
     else:
         chosen |= {"enforce_eager": True, "block_size": CPU_BLOCK}
-        chosen["kv_cache_memory_bytes"] = cache_bytes(policy, context_length, max_rows)
+        chosen["kv_cache_memory_bytes"] = cache_bytes(policy, context_length, max_rows, config.tensor_parallel_size)
     return chosen
 
 
-def cache_bytes(policy: PolicyEngine | FrozenPolicy, context_length: int, max_rows: int) -> int:
-    """Keys and values of `max_rows` answers of full length, none of them shared."""
+def cache_bytes(policy: PolicyEngine | FrozenPolicy, context_length: int, max_rows: int, ranks: int) -> int:
+    """One rank's part of the keys and values of `max_rows` answers of full length, none of them shared."""
     shape = policy.model.config.get_text_config()
-    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
+    heads = max(1, (getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads) // ranks)
     tokens = (max_rows + 1) * -(-context_length // CPU_BLOCK) * CPU_BLOCK
     return 2 * shape.num_hidden_layers * heads * head_dim(policy) * policy.model.dtype.itemsize * tokens
 
@@ -190,15 +201,17 @@ def silenced() -> Iterator[None]:
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """Random states, environment, signal handlers and torch's switches are afterwards what they were: vLLM seeds every
-    generator, sets LD_PRELOAD and LOCAL_WORLD_SIZE for processes it might start, and replaces torch.set_num_threads.
+    generator, sets LD_PRELOAD and LOCAL_WORLD_SIZE for processes it might start, and changes torch's number of threads
+    and the function that sets it.
     """
     states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
     environment = dict(os.environ)
     main = threading.current_thread() is threading.main_thread()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)} if main else {}
-    set_threads, precision, dtype = (
+    set_threads, threads, precision, dtype = (
         torch.set_num_threads,
+        torch.get_num_threads(),
         torch.get_float32_matmul_precision(),
         torch.get_default_dtype(),
     )
@@ -217,5 +230,7 @@ def undisturbed() -> Iterator[None]:
         for number, handler in handlers.items():
             signal.signal(number, handler)
         torch.set_num_threads = set_threads
+        if torch.get_num_threads() != threads:  # on a GPU vLLM goes down to one, and Adam on the CPU would with it
+            torch.set_num_threads(threads)
         torch.set_float32_matmul_precision(precision)
         torch.set_default_dtype(dtype)

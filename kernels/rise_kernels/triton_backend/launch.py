@@ -18,7 +18,7 @@ from .logits import backward_kernel, forward_kernel
 from .plan import slab_size
 from .products import Slab, aligned, cast_bytes, is_ready, padded, ready
 from .rows import dlogits_kernel, loss_kernel, statistics_kernel
-from .tiles import has_descriptors, programs, stat_width
+from .tiles import architecture, has_descriptors, programs, stat_width
 
 _TL = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 BLOCK_ROWS, BLOCK_TILES = 32, 64
@@ -94,7 +94,8 @@ class Kernels:
         return torch.index_select(head.hidden, 0, head.order[part], out=copy)
 
     def workspace(self, rows: int, columns: int) -> Tensor:
-        """[rows, columns] of 16-bit or float32 storage, rows padded for alignment."""
+        """[rows, columns] of 16-bit or float32 storage. The padding aligns rows, and takes what a descriptor writes
+        beyond the last column: it stores 16 bytes at a time."""
         return torch.empty(rows, padded(columns, self.storage.itemsize), dtype=self.storage, device=self.device)
 
     def tile_stats(self, rows: int, with_entropy: bool) -> TileStats:
@@ -197,6 +198,7 @@ class Kernels:
             "HAS_SOFTCAP": self.head.softcap is not None,
             "STORAGE": _TL[self.storage],
             "DESCRIPTORS": self.descriptors,
+            "ARCHITECTURE": architecture(self.device),
         }
 
 

@@ -124,9 +124,10 @@ def _exponentials(z, offset, WITH_ENTROPY: tl.constexpr):
     return e, total, slope
 
 
+# ARCHITECTURE is there for the key: a process may hold GPUs of two kinds, with tiles of their own.
 @triton.autotune(
     all_configs(),
-    key=["vocab", "depth", "STORE", "WITH_ENTROPY", "STORAGE", "DESCRIPTORS"],
+    key=["vocab", "depth", "STORE", "WITH_ENTROPY", "STORAGE", "DESCRIPTORS", "ARCHITECTURE"],
     prune_configs_by={"early_config_prune": matching_configs},
 )
 @triton.jit(
@@ -138,7 +139,7 @@ def forward_kernel(
     n_rows, n_cols, first_col, vocab, depth, hidden_stride, weight_stride, workspace_stride,
     softcap, inverse_temperature,
     STORE: tl.constexpr, WITH_ENTROPY: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    STORAGE: tl.constexpr, EXTRA_BITS: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    STORAGE: tl.constexpr, EXTRA_BITS: tl.constexpr, DESCRIPTORS: tl.constexpr, ARCHITECTURE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """The target's logit, and of all *other* logits the statistics of every (row, tile) and (STORE) the exponentials.
@@ -217,7 +218,7 @@ def _dlogits(z, slope, near, logsumexp, entropy, own, spread, tilt, HAS_TILT: tl
 
 @triton.autotune(
     all_configs(),
-    key=["vocab", "depth", "HAS_TILT", "STORAGE", "DESCRIPTORS"],
+    key=["vocab", "depth", "HAS_TILT", "STORAGE", "DESCRIPTORS", "ARCHITECTURE"],
     prune_configs_by={"early_config_prune": matching_configs},
 )
 @triton.jit(
@@ -229,7 +230,7 @@ def backward_kernel(
     n_rows, n_cols, first_col, vocab, depth, hidden_stride, weight_stride, workspace_stride,
     softcap, inverse_temperature,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TILT: tl.constexpr, GRAD_DTYPE: tl.constexpr,
-    STORAGE: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    STORAGE: tl.constexpr, DESCRIPTORS: tl.constexpr, ARCHITECTURE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """workspace [n_rows, n_cols] = d loss / d (h.w + b). With float32 [n_rows] vectors, d loss / d z is own_grad at the

@@ -17,9 +17,12 @@ def padded(columns: int, itemsize: int) -> int:
 
 
 def is_ready(x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a kernel can read the matrix x as it stands: its type, contiguous rows, 16-byte alignment."""
-    size = x.element_size()
-    return x.dtype == dtype and x.stride(1) == 1 and (x.stride(0) * size) % 16 == 0 and x.data_ptr() % 16 == 0
+    """Whether a kernel can read the matrix x as it stands: its type, contiguous rows that do not overlap (a descriptor
+    takes no stride of 0), 16-byte alignment.
+    """
+    row = x.stride(0) * x.element_size()
+    rows_in_place = x.stride(1) == 1 and x.stride(0) >= x.shape[1]
+    return x.dtype == dtype and rows_in_place and row % 16 == 0 and x.data_ptr() % 16 == 0
 
 
 def ready(x: Tensor, dtype: torch.dtype) -> Tensor:
