@@ -21,7 +21,8 @@ def gather(work: Callable[..., T], *args: Any, **kwargs: Any) -> list[T]:
     """Runs `work` on every rank; the results of all, by rank.
 
     A failure is raised on every rank as the error of the lowest rank that failed: on that rank itself, elsewhere one of
-    the same type (or of a base that takes a message alone) with the same message. `failed_rank` tells whose it is.
+    the same type (or of a base that takes a message alone) with the same message. `failed_rank` tells whose it is: also
+    where `work` had heard of it from that rank itself, as ranks that sample together do.
     """
     if world_size() == 1:
         return [work(*args, **kwargs)]
@@ -32,9 +33,11 @@ def gather(work: Callable[..., T], *args: Any, **kwargs: Any) -> list[T]:
         error = raised
     outcomes: list[Any] = [None] * world_size()
     dist.all_gather_object(outcomes, (mine, None if error is None else portable(error)))
-    for failed, (_, theirs) in enumerate(outcomes):
+    for sender, (_, theirs) in enumerate(outcomes):
         if theirs is not None:
-            told: Any = error if failed == rank() else theirs
+            failed = failed_rank(theirs)
+            failed = sender if failed is None else failed
+            told: Any = error if failed == rank() and error is not None else theirs
             told.failed_rank = failed
             raise told
     return [value for value, _ in outcomes]
@@ -76,10 +79,10 @@ def portable(error: Exception) -> Exception:
         try:
             copy = kind(str(error))
             if str(copy) == str(error) and str(pickle.loads(pickle.dumps(copy))) == str(error):
-                return copy
+                return instead(error, copy)
         except Exception:
             continue
-    return RuntimeError(f"{type(error).__name__}: {error}")
+    return instead(error, RuntimeError(f"{type(error).__name__}: {error}"))
 
 
 def rank() -> int:

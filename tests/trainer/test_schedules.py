@@ -103,6 +103,23 @@ def test_an_overlapped_step_has_the_same_samples_in_the_same_order(tiny_config, 
     assert found.guided
 
 
+@pytest.mark.parametrize("guiding, told", [(True, ["grader"]), (False, [])])
+def test_peers_hear_of_a_failure_only_where_they_wait_for_guided_requests(
+    tiny_config, rollouts, monkeypatch, guiding, told
+):
+    path, grader, heard = tiny_config(), SlowGrader(), []
+
+    def broken(_):
+        raise LookupError("grader")
+
+    monkeypatch.setattr(grader.rules, "grade", broken)
+    monkeypatch.setattr(rollouts, "withdraw", lambda error: heard.append(str(error)))
+    examples = load_examples(path.parent / "train.jsonl")[:1]
+    with pytest.raises(LookupError, match="grader"):
+        sampler(path, rollouts, grader, "lockstep").sample(1, examples, guiding=guiding)
+    assert heard == told
+
+
 def test_groups_are_graded_while_others_are_sampled(tiny_config, rollouts, monkeypatch):
     """The second prompt is sampled only while the first one is graded, whose grades wait for the second's to begin."""
     met = []

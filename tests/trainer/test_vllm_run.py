@@ -12,14 +12,17 @@ import torch
 from rich.console import Console
 
 from rise_engine.rollout import vllm_start
-from rise_engine.rollout.checks import RolloutError
+from rise_engine.rollout.checks import RequestError, RolloutError
+from rise_engine.rollout.vllm import VllmStream
 from rise_rl import launch, rollout_choice
 from rise_rl.config import ConfigError, load_config
 from rise_rl.launch import run_training
+from rise_rl.schedules import _Grading
 from rise_rl.step_sampler import StepSampler
 from tests.tiny import make_tiny
-from tests.torchrun import torchrun
 from tests.trainer.test_resume import numbers, weights
+from tests.trainer.test_several_ranks import GRACE
+from tests.trainer.test_several_ranks import launch as on_ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -74,27 +77,65 @@ def test_a_resumed_run_has_the_same_numbers_whatever_ended_it(vllm_config, monke
 
 
 @pytest.mark.slow
-def test_an_overlapped_run_trains_and_its_engine_agrees(vllm_config):
-    folder, _ = run(vllm_config, "rollout.schedule=overlapped", "steps=2", "data.heldout=null")
-    for line in numbers(folder, "metrics.jsonl"):
+def test_an_overlapped_run_begins_guided_answers_early_and_its_engine_agrees(vllm_config, monkeypatch):
+    """With importance correction. The last step asks for more than the context holds."""
+    finished, add, begun = _Grading.finished, VllmStream.add, []
+
+    def at_once(grading, *, wait_for_one):  # as soon as its last natural answer is there, a prompt is graded
+        return finished(grading, wait_for_one=wait_for_one or grading.pending > 0)
+
+    def watched(stream, requests):
+        asked = {r.uid for r in requests} - {"parity-probe"}
+        if asked:
+            begun.append((asked, {r.uid for _, r in stream.running.values()}))
+            if stream.version == 2:
+                stream.rollouts.context_length = 64
+        return add(stream, requests)
+
+    monkeypatch.setattr(_Grading, "finished", at_once)
+    monkeypatch.setattr(VllmStream, "add", watched)
+    changes = ["rollout.schedule=overlapped", "rollout.max_rows=4", "steps=3", "data.heldout=null"]
+    changes += ["grpo.importance_correction=token", "grpo.importance_cap=1", "checkpoint.every=0"]
+    with pytest.raises(RequestError, match=r"request 'train-\d': .* the context is 64"):
+        run(vllm_config, *changes)
+    folder = vllm_config.parent / "runs" / "tiny"
+    assert [p.name for p in (folder / "checkpoints").glob("step-*")] == ["step-00000002"]
+
+    lines = numbers(folder, "metrics.jsonl")
+    assert len(lines) == 2
+    for line in lines:
         assert line["logprob_gap/max"] <= 1e-3
         assert line["guided/generated"] > 0
+        assert 0 < line["importance/kept"] < 1  # the engine's own log-probs, to rounding those of the trainer
+    (natural, nothing), (guided, running) = begun[:2]
+    assert (len(natural), nothing, len(guided)) == (2, set(), 1)
+    assert running == natural - guided  # none of whose guided answers has begun
     records = [json.loads(line) for line in (folder / "rollouts" / "step_000001.jsonl").read_text().splitlines()]
-    natural = [(r["uid"], r["index"]) for r in records if r["kind"] == "natural"]
-    assert natural == [(uid, i) for uid in dict.fromkeys(uid for uid, _ in natural) for i in range(4)]
+    in_order = [(r["uid"], r["index"]) for r in records if r["kind"] == "natural"]
+    assert in_order == [(uid, i) for uid in dict.fromkeys(uid for uid, _ in in_order) for i in range(4)]
 
 
 @pytest.mark.slow
 def test_two_ranks_with_an_engine_each_and_with_one_between_them_sample_the_same(vllm_config):
-    """Under ZeRO-3, which transformers cannot sample from, and with a model that is split for sampling."""
+    """Under ZeRO-3, which transformers cannot sample from, and with a model that is split for sampling. There a grader
+    fails on one rank while the other waits for its guided requests, at last.
+    """
+    runs, found = vllm_config.parent / "runs", []
+    whole = on_ranks(vllm_config, "never", 0, 0, "name=each", "steps=2", "engine.zero_stage=3")
+    assert whole.code == 0, whole.errors
     shared = ["engine.zero_stage=2", "rollout.vllm.tensor_parallel_size=2"]
-    found = []
-    for name, overrides in [("each", ["engine.zero_stage=3"]), ("shared", shared)]:
-        torchrun("-m", "rise_rl.cli", "train", vllm_config, f"name={name}", "steps=2", *overrides)
-        run = vllm_config.parent / "runs" / name
-        for line in numbers(run, "metrics.jsonl"):
+    hurt = on_ranks(vllm_config, "bug-in-grader", 1, 3, "name=shared", *shared)
+    assert hurt.code != 0
+    assert hurt.seconds < 2 * whole.seconds + GRACE
+    said = hurt.output + hurt.errors
+    assert said.count("error: rank 1") == said.count('KeyError: "a bug in somebody\'s grader"') == 1, said
+    for name in ("each", "shared"):
+        lines = numbers(runs / name, "metrics.jsonl")
+        assert len(lines) == 2
+        for line in lines:
             assert line["logprob_gap/max"] <= 1e-3
-        found.append([json.loads(x) for x in (run / "rollouts" / "step_000001.jsonl").read_text().splitlines()])
+        records = (runs / name / "rollouts" / "step_000001.jsonl").read_text().splitlines()
+        found.append([json.loads(record) for record in records])
     each, shared_answers = ([r["response"] for r in records if r["kind"] == "natural"] for records in found)
     assert len(set(each)) == 8
     assert sum(a == b for a, b in zip(each, shared_answers, strict=True)) >= 7  # split sums round otherwise

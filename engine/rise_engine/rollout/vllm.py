@@ -126,9 +126,10 @@ class VllmRollout:
             return slice(0, len(requests)), list(requests)
         place = dist.get_rank(self.peers)
         parts = self._exchanged(list(requests))
-        for error in parts:
-            if isinstance(error, Exception):
-                raise error
+        for peer, part in enumerate(parts):
+            if isinstance(part, Exception):
+                part.failed_rank = dist.get_global_rank(self.peers, peer)  # type: ignore[attr-defined]
+                raise part
         begin = sum(len(part) for part in parts[:place])
         return slice(begin, begin + len(requests)), [r for part in parts for r in part]
 
