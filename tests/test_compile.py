@@ -69,7 +69,8 @@ def test_nothing_spills(reports):
 
 
 def test_shared_memory_fits(reports):
-    limit = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+    """The tiles of 8.0 also serve 8.6, 8.9 and 12.0, which have 99 KiB."""
+    limit = {80: 99 << 10, 90: 227 << 10, 100: 227 << 10}
     assert not [label(r) for r in reports if r["shared"] > limit[r["arch"]]]
 
 
@@ -88,12 +89,16 @@ def test_float32_products_are_not_rounded_to_tf32(reports):
 
 
 def test_kernels_compile_as_they_are_launched():
-    """From the public functions through descriptors and tuning to the compiler: everything but the run itself."""
-    launched = Counter(run(str(ROOT / "tests" / "triton" / "launch_without_gpu.py")).splitlines())
-    assert launched == {
-        "forward_kernel True": 2,
-        "loss_kernel True": 1,
-        "dlogits_kernel True": 1,
-        "statistics_kernel True": 1,
-        "backward_kernel True": 1,
+    """From the public functions through descriptors and tuning to the compiler: everything but the run itself. Neither
+    one row at a time, which begins at any address, nor a slab of the vocabulary is compiled anew.
+    """
+    launched = [line.split() for line in run(str(ROOT / "tests" / "triton" / "launch_without_gpu.py")).splitlines()]
+    kernels = Counter(kernel for kernel, _ in launched)
+    assert kernels["backward_kernel"] > kernels["statistics_kernel"] > 1
+    assert Counter(kernel for kernel, _ in {(kernel, binary) for kernel, binary in launched}) == {
+        "forward_kernel": 2,
+        "loss_kernel": 1,
+        "dlogits_kernel": 1,
+        "statistics_kernel": 1,
+        "backward_kernel": 1,
     }

@@ -11,7 +11,8 @@ import torch
 import rise_kernels
 from rise_kernels import Options
 from tests.kernels.backends import BACKENDS, GRAD_RTOL, LOGPROB_ATOL
-from tests.kernels.calls import assert_matches, call, leaf, random_case
+from tests.kernels.calls import PER_TOKEN, assert_matches, call, leaf, random_case, with_old_logprobs
+from tests.kernels.layouts import LAYOUTS, every_second, laid_out
 from tests.kernels.oracle import Case, logits, relative, row_stats, solve
 
 pytestmark = pytest.mark.parametrize("backend", BACKENDS)
@@ -147,28 +148,12 @@ def test_probabilities_at_both_ends(backend, gamma):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("layout", ["transposed", "sliced", "strided", "unaligned", "expanded"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("which", ["hidden", "weight"])
 def test_memory_layouts(backend, dtype, layout, which):
     """Transposed, sliced [:, :-1], every second column, a base pointer not 16-byte aligned, one row expanded."""
     case = random_case(n=20, d=24, v=130, kind="guide", dtype=dtype)
-    x = getattr(case, which)
-    rows, d = x.shape
-    if layout == "transposed":
-        y = x.T.contiguous().T
-    elif layout == "sliced":
-        y = torch.cat([x, x[:, :1]], 1)[:, :-1]
-    elif layout == "strided":
-        y = torch.stack([x, x * 0 + 9], 2).flatten(1)[:, ::2]
-    elif layout == "unaligned":
-        y = torch.empty(x.numel() + 1, dtype=dtype)[1:].view(rows, d)
-        y.copy_(x)
-        assert y.data_ptr() % 16
-    else:
-        y = x[:1].expand(rows, d)
-        x = y.contiguous()
-    assert torch.equal(x, y)
-    setattr(case, which, y)
+    setattr(case, which, laid_out(getattr(case, which), layout))
     # With equal rows of the weight dH is 0 up to rounding.
     floor = 0.5 if layout == "expanded" else 1e-300
     rtol = GRAD_RTOL if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
@@ -177,6 +162,22 @@ def test_memory_layouts(backend, dtype, layout, which):
     counted = case.target >= 0
     expected = row_stats(logits(case.hidden, case.weight), case.target)[0]
     torch.testing.assert_close(stats.logprob[counted].double(), expected[counted], rtol=0, atol=LOGPROB_ATOL)
+
+
+def test_strided_vectors(backend):
+    """Every second entry of what a caller holds: with all rows in order nothing would have copied them before."""
+    case = random_case(n=20, d=16, v=50, kind="rise", kl_coef=0.2, is_cap=2.0)
+    case = with_old_logprobs(case, ref=True, behaviour=True)
+    case.target, case.token_weight = case.target.clamp(min=0), case.token_weight + 0.1
+    case.bias = torch.linspace(-2, 2, 50)
+    for name in ("bias", *PER_TOKEN):
+        setattr(case, name, every_second(getattr(case, name)))
+    assert_matches(case, backend)
+    strided, dense = (
+        rise_kernels.linear_logprob(case.hidden, case.weight, target, bias=bias, backend=backend).logprob
+        for target, bias in ((case.target, case.bias), (case.target.contiguous(), case.bias.contiguous()))
+    )
+    assert torch.equal(strided, dense)
 
 
 def test_many_small_chunks_in_bf16(backend):

@@ -11,6 +11,8 @@ import rise_kernels
 from tests.kernels.backends import GRAD_RTOL, LOGPROB_ATOL
 from tests.kernels.oracle import Answer, Case, relative, solve
 
+PER_TOKEN = ("target", "token_weight", "advantage", "is_guide", "old_logprob", "ref_logprob", "behaviour_logprob")
+
 
 def leaf(x: Tensor) -> Tensor:
     """A leaf that wants a gradient, with x's own strides and address."""

@@ -7,6 +7,8 @@ import dataclasses
 import pytest
 import torch
 
+from tests.kernels.layouts import on_device
+
 GPU = torch.cuda.is_available()
 
 
@@ -52,7 +54,7 @@ class _OnGpu:
 
 def _moved(x, device):
     if isinstance(x, torch.Tensor):
-        return x.to(device)
+        return on_device(x, device)
     if isinstance(x, dict):
         return {key: _moved(value, device) for key, value in x.items()}
     if isinstance(x, tuple):

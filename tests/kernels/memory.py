@@ -23,19 +23,18 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         for x in tree_leaves((args, kwargs)):
             if isinstance(x, torch.Tensor):
-                self._known.add(x.untyped_storage()._cdata)
+                self._count(x.untyped_storage(), 0)
         out = func(*args, **(kwargs or {}))
         for x in tree_leaves(out):
             if isinstance(x, torch.Tensor):
-                self._count(x.untyped_storage())
+                self._count(x.untyped_storage(), x.untyped_storage().nbytes())
         return out
 
-    def _count(self, storage):
-        key = storage._cdata
+    def _count(self, storage, size):
+        key = storage._cdata  # an address, which another has when this one is gone
         if key in self._known:
             return
         self._known.add(key)
-        size = storage.nbytes()
         self.now += size
         self.peak = max(self.peak, self.now)
         self.largest = max(self.largest, size)

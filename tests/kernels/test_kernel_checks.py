@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import rise_kernels
 from rise_kernels import Options
 from tests.kernels.backends import BACKENDS
+from tests.kernels.launches import triton_launches
 
 pytestmark = pytest.mark.parametrize("backend", BACKENDS)
 
@@ -116,9 +117,11 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_message(backend, name):
     changes, kind, message = WRONG[name]
-    with FlopCounterMode(display=False) as flops, pytest.raises(kind, match=f"(?s){message}"):
+    error = pytest.raises(kind, match=f"(?s){message}")
+    with FlopCounterMode(display=False) as flops, triton_launches() as launches, error:
         call(backend, **changes)
     assert flops.get_total_flops() == 0
+    assert not launches.gemms
 
 
 def test_the_right_call_passes(backend):

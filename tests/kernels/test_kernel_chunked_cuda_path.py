@@ -13,14 +13,22 @@ from tests.kernels.oracle import Case, logits, relative, row_stats, solve
 
 @pytest.fixture(autouse=True)
 def cuda_path(monkeypatch):
-    def product(a, b, out, native, *, accumulate=False):
-        assert a.dtype == b.dtype
-        assert out.dtype == torch.float32
-        exact = a.float() @ b.float()
-        out.copy_(out + exact if accumulate else exact)
+    """Products as CUDA does them with out_dtype, which every one of these tests must ask for."""
+    products = []
 
-    monkeypatch.setattr(chunked, "_mm", product)
-    monkeypatch.setattr(chunked, "_multiplies_into_float32", lambda device: True)
+    def product(a, b, out, out_dtype, addend=None):
+        assert a.dtype == b.dtype != torch.float32
+        assert out.dtype == out_dtype == torch.float32
+        products.append(out.shape)
+        exact = a.float() @ b.float()
+        return out.copy_(exact if addend is None else addend + exact)
+
+    monkeypatch.setattr(torch, "mm", lambda a, b, *, out, out_dtype: product(a, b, out, out_dtype))
+    monkeypatch.setattr(torch, "addmm", lambda x, a, b, *, out, out_dtype: product(a, b, out, out_dtype, x))
+    on_cuda = chunked._multiplies_into_float32(torch.device("cuda"))
+    monkeypatch.setattr(chunked, "_multiplies_into_float32", lambda device: on_cuda)
+    yield
+    assert products
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -149,3 +149,9 @@ def test_errors_and_small_fp16_weights(backend):
     (rise_kernels.linear_guide_loss(*args, backend=backend).loss * 1e7).backward()
     assert other.grad.any()
     torch.testing.assert_close(weight.grad, other.grad, rtol=2e-3, atol=0)
+
+
+def test_no_operator_is_captured_into_a_cuda_graph():
+    """They read values of the data on the host: inductor must leave them out of its graphs."""
+    for name in ("token_loss", "logprob", "logprob_backward"):
+        assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.rise_kernels, name).default.tags

@@ -1,7 +1,8 @@
 """A program, run by tests/test_compile.py: call the public functions and compile, for sm_90, every kernel exactly as it
 would be launched - the arguments' types, the descriptors, the tuned configuration - without running any.
 
-Prints one line per launch. What the functions return is fresh memory and means nothing.
+Prints one line per launch: the kernel, and which binary it is. What the functions return is fresh memory and means
+nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class CompileOnly:
             config.pre_hook(given | keywords | config.all_kwargs())
             keywords = keywords | config.all_kwargs()
         kernel = self.compiled.run(*args, grid=(1,), warmup=True, **keywords)
-        print(self.compiled.__name__, len(kernel.asm["cubin"]) > 0)
+        assert kernel.asm["cubin"]
+        print(self.compiled.__name__, kernel.hash)
 
 
 def main() -> None:
@@ -52,15 +54,20 @@ def main() -> None:
     triton_backend.available = lambda device: None
     for name in ("forward_kernel", "backward_kernel", "statistics_kernel", "loss_kernel", "dlogits_kernel"):
         setattr(launch, name, CompileOnly(getattr(launch, name), tiles.matching_configs))
-    n, d, v = 40, 64, 1000
-    hidden = torch.randn(n, d, dtype=torch.bfloat16, requires_grad=True)
+    d, v = 64, 1000
     weight = torch.randn(v, d, dtype=torch.bfloat16, requires_grad=True)
-    target, row = torch.randint(0, v, (n,)), torch.rand(n)
-    rise_kernels.linear_rise_loss(
-        hidden, weight, target, row + 1, row + 1, row < 0.5, row, ref_logprob=row, kl_coef=0.1, backend="triton"
-    ).loss.backward()
-    stats = rise_kernels.linear_logprob(hidden, weight, target, with_entropy=True, backend="triton")
-    (stats.logprob.sum() + stats.entropy.sum()).backward()
+    for n, budget in ((40, 512 << 20), (3, 1)):
+        options = rise_kernels.Options(budget=budget)
+        hidden = torch.randn(n, d, dtype=torch.bfloat16, requires_grad=True)
+        target, row = torch.randint(0, v, (n,)), torch.rand(n)
+        rise_kernels.linear_rise_loss(
+            hidden, weight, target, row + 1, row + 1, row < 0.5, row, ref_logprob=row, kl_coef=0.1, backend="triton",
+            options=options,
+        ).loss.backward()  # fmt: skip
+        stats = rise_kernels.linear_logprob(
+            hidden, weight, target, with_entropy=True, backend="triton", options=options
+        )
+        (stats.logprob.sum() + stats.entropy.sum()).backward()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import triton.language as tl
 
 import rise_kernels
 from rise_kernels.rows import power_of_two_scale
-from rise_kernels.triton_backend import logits
+from rise_kernels.triton_backend import elementary, logits
 from rise_kernels.triton_backend.elementary import soft_capped, to_storage
 from rise_kernels.triton_backend.launch import FP16_GRADS
 from tests.kernels.backends import LOGPROB_ATOL
@@ -43,6 +43,16 @@ def test_rounding_is_torchs(dtype):
     torch.testing.assert_close(out.cpu().view(dtype), expected, rtol=0, atol=0, equal_nan=True)
 
 
+def test_the_compiled_rounding_to_bfloat16(monkeypatch):
+    """Compiled it is the cast itself; the interpreter takes that too, right where nothing is rounded."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(elementary, "INTERPRETED", tl.constexpr(False))
+    x = torch.randn(1024, generator=torch.Generator().manual_seed(0)).bfloat16()
+    out = torch.empty(1024, dtype=torch.float16, device=DEVICE)
+    round_kernel[(1,)](x.float().to(DEVICE), out, tl.bfloat16, 1024)
+    assert torch.equal(out.cpu().view(torch.bfloat16), x)
+
+
 @triton.jit
 def softcap_kernel(x, out, softcap, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -59,6 +69,22 @@ def test_a_capped_logit_holds_the_bar_of_log_probs(softcap):
     exact = softcap * torch.tanh(z.double() / softcap)
     assert (out.double() - exact).abs().max() <= LOGPROB_ATOL
     assert torch.equal(out[: 1 << 14], -out[1 << 14 :])
+
+
+@pytest.mark.parametrize("softcap", [0.7, 1.0, 1.7, 2.0, 3.0])
+def test_no_slope_of_a_saturated_logit_is_negative(softcap):
+    """The fused loss recovers a capped logit from its rounded probability, which may lie beyond the cap."""
+    weight = torch.tensor([-1.0, 1.0]).repeat(20)[:, None] * 40
+    bias = torch.zeros(40, device=DEVICE, requires_grad=True)
+    hidden, target = torch.ones(1, 1, device=DEVICE), torch.tensor([3], device=DEVICE)
+    rise_kernels.linear_guide_loss(
+        hidden.bfloat16(), weight.bfloat16().to(DEVICE), target, torch.ones(1, device=DEVICE), bias=bias,
+        softcap=softcap, backend="triton",
+    ).loss.backward()  # fmt: skip
+    others = torch.arange(40) != 3
+    assert (bias.grad.cpu()[others] >= 0).all()
+    assert bias.grad[3] <= 0
+    assert bias.grad.abs().max() <= 2.0**-9  # tanh is 1 in float32: all of it is rounding
 
 
 @triton.jit

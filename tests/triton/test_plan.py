@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rise_kernels.backend import LinearHead, Needs, Options
+from rise_kernels.triton_backend import host, launch
 from rise_kernels.triton_backend.plan import chunk_rows, chunks, slab_size
 from rise_kernels.triton_backend.tiles import TILES
 
@@ -25,6 +29,17 @@ def test_qwen3_chunks_fill_waves():
     rows = chunk_rows(8192, 1 << 30, per_row, depth=5120, multiprocessors=132)
     waves = -(-(rows // 128 * 20) // 132)
     assert rows // 128 * 20 / (132 * waves) > 0.9
+
+
+@pytest.mark.parametrize("depth, rows", [(2560, 1664), (5120, 1536)])
+def test_the_chunks_that_the_documentation_counts_with(monkeypatch, depth, rows):
+    """docs/kernels.md: 5 chunks at D = 2560 and 6 at 5120, on 132 processors within the default budget."""
+    monkeypatch.setattr(launch, "programs", lambda device: 132)
+    monkeypatch.setattr(launch, "cast_bytes", lambda depth, dtype, device: (0, 0))
+    hidden, weight = (torch.empty(n, depth, dtype=torch.bfloat16, device="meta") for n in (8192, 151_936))
+    kernels = launch.Kernels(LinearHead(hidden, weight, hidden[:, 0].long(), None, 1.0, None))
+    plan = host._fused_plan(kernels, Needs(True, True, False), Options().budget, 8192, False)
+    assert plan == (rows, 151_936)
 
 
 @given(
