@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from rise_rl.files import write_aside
+
 ROOT = Path(__file__).parent
 
 
@@ -130,11 +132,8 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def write_results(path: Path, results: dict[str, Any]) -> None:
-    """Whole or not at all, whenever the process is killed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(f"{path}.partial")
-    partial.write_text(json.dumps(results, indent=2) + "\n")
-    partial.replace(path)
+    write_aside(path, json.dumps(results, indent=2) + "\n")
 
 
 def print_table(header: list[str], rows: list[list[str]]) -> None:

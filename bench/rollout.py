@@ -91,7 +91,7 @@ def engines(model: str, sizes: list[int], new_tokens: int, rounds: int, device: 
     policy.stop_ids = (policy.model.config.vocab_size - 1,)  # a token that is hardly ever sampled
     prompts = [render_prompt(policy.tokenizer, [{"role": "user", "content": q}]) for q in QUESTIONS]
     started = time.perf_counter()
-    vllm = VllmRollout(policy, context_length=max(map(len, prompts)) + new_tokens + 104, max_rows=max(sizes))
+    vllm = VllmRollout(policy, context_length=max(map(len, prompts)) + new_tokens, max_rows=max(sizes))
     start = time.perf_counter() - started
     both = {"vLLM": vllm, "transformers": TransformersRollout(policy, max_rows=max(sizes))}
     for engine in both.values():

@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
-import os
-import random
-import signal
 import subprocess
 import sys
-from contextlib import nullcontext
-from types import SimpleNamespace
 
-import numpy
 import pytest
 import torch
 
 from rise_engine.config import LoraSettings
 from rise_engine.errors import EngineError
 from rise_engine.parity import ParityError, parity_probe
-from rise_engine.rollout import vllm as vllm_engine
-from rise_engine.rollout import vllm_start
 from rise_engine.rollout.base import RolloutRequest, Sampling
 from rise_engine.rollout.checks import RequestError, RolloutError
 from rise_engine.rollout.vllm import VllmRollout, VllmStream
 from rise_engine.rollout.vllm_config import VllmConfig
-from rise_engine.rollout.vllm_start import CPU_HEAD_DIMS, arguments, undisturbed, why_not
+from rise_engine.rollout.vllm_start import CPU_HEAD_DIMS, why_not
 from rise_engine.seeds import derive_seed
 from rise_engine.sequences import TrainSequence
 from rise_engine.weights_stream import buckets, named_weights
 from tests.engine.helpers import a_step
-from tests.engine.vllm_helpers import BESIDE_OTHERS, CONTEXT, a_policy, assert_close, attach, gaps, some_requests
+from tests.engine.vllm_helpers import (
+    BESIDE_OTHERS,
+    CONTEXT,
+    a_policy,
+    assert_close,
+    attach,
+    gaps,
+    process_state,
+    some_requests,
+)
 from tests.tiny import make_tiny
 
 KINDS = ("llama-tied", "qwen3")
@@ -66,19 +67,6 @@ def tied(started, folders) -> VllmRollout:
 @pytest.fixture
 def untied(started, folders) -> VllmRollout:
     return attach(started[0]["qwen3"], a_policy(folders["qwen3"]))
-
-
-def process_state() -> dict[str, object]:
-    return {
-        "random": random.getstate(),
-        "numpy": numpy.random.get_state()[1].tolist(),
-        "torch": torch.get_rng_state().tolist(),
-        "environment": {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")},
-        "signals": [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)],
-        "threads": (torch.set_num_threads, torch.get_num_threads()),
-        "dtype": torch.get_default_dtype(),
-        "precision": torch.get_float32_matmul_precision(),
-    }
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------
@@ -408,44 +396,6 @@ def test_starting_leaves_the_process_as_it_was(started):
     assert after == before
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_start_without_enough_memory_names_the_key_that_decides_it(monkeypatch, device):
-    def refuses(**settings):
-        raise ValueError("Free memory is less than desired. Decrease GPU memory utilization")
-
-    monkeypatch.setattr(os, "environ", {})
-    monkeypatch.setattr(vllm_start, "imported", lambda: nullcontext(SimpleNamespace(LLM=refuses)))
-    monkeypatch.setattr(vllm_start, "arguments", lambda policy, **_: {"dtype": "float32"})
-    policy = SimpleNamespace(device=torch.device(device))
-    with pytest.raises(ValueError, match=r"vLLM does not start: Free memory is less") as raised:
-        vllm_start.start(policy, context_length=8, max_rows=1, subset=False, config=VllmConfig(memory_fraction=0.7))
-    assert ("rollout.vllm.memory_fraction, 0.7" in str(raised.value)) == (device == "cuda")
-    triton = {"TRITON_PRINT_AUTOTUNING": "0", "TRITON_F32_DEFAULT": "ieee"}  # for good, as kernels compile later
-    assert os.environ == ({"LOCAL_RANK": "0", **triton} if device == "cuda" else {})
-
-
-def test_the_process_is_put_back_even_if_the_start_fails(monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    before = process_state()
-
-    def start_that_fails():
-        random.random()
-        numpy.random.rand()
-        torch.manual_seed(5)
-        os.environ["LOCAL_WORLD_SIZE"] = "1"
-        os.environ["LD_PRELOAD"] = "something"
-        os.environ["VLLM_KEPT"] = "1"
-        signal.signal(signal.SIGTERM, lambda *_: None)
-        torch.set_num_threads(torch.get_num_threads() + 1)
-        torch.set_num_threads = print
-        raise OSError("no memory")
-
-    with pytest.raises(OSError, match="no memory"), undisturbed():
-        start_that_fails()
-    assert process_state() == before
-    monkeypatch.delenv("VLLM_KEPT")
-
-
 @pytest.mark.slow
 def test_the_models_that_vllm_can_serve(started, folders, tmp_path, monkeypatch):
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -459,35 +409,3 @@ def test_the_models_that_vllm_can_serve(started, folders, tmp_path, monkeypatch)
     policy.model.config.architectures = ["UnheardOfForCausalLM"]
     assert why_not(policy) == "vLLM has no model of the kind UnheardOfForCausalLM"
     assert "head_dim 8" in why_not(a_policy(make_tiny(tmp_path / "narrow")))
-
-
-def test_the_context_has_room_for_the_probe(folders, monkeypatch):
-    """However short the prompts and answers of a run are; a model's own limit stays."""
-    monkeypatch.setattr(vllm_engine, "start", lambda policy, **settings: SimpleNamespace(**settings))
-    policy = a_policy(folders["llama-tied"])
-    for asked, given in ((10, 100), (150, 150), (10**6, policy.context_length)):
-        found = VllmRollout(policy, context_length=asked)
-        assert (found.context_length, found.llm.context_length) == (given, given)
-
-
-def test_a_start_that_runs_out_of_memory_says_so_too(monkeypatch):
-    def dies(**settings):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(vllm_start, "imported", lambda: nullcontext(SimpleNamespace(LLM=dies)))
-    monkeypatch.setattr(vllm_start, "arguments", lambda policy, **_: {})
-    policy = SimpleNamespace(device=torch.device("cpu"))
-    with pytest.raises(ValueError, match=r"vLLM does not start: OutOfMemoryError\('CUDA out of memory'\)"):
-        vllm_start.start(policy, context_length=8, max_rows=1, subset=False, config=VllmConfig())
-
-
-def test_what_vllm_is_started_with_on_a_gpu(folders):
-    policy = a_policy(folders["qwen3"])
-    policy.device = torch.device("cuda")
-    config = VllmConfig(memory_fraction=0.4, sleep=2)
-    found = arguments(policy, context_length=300, max_rows=64, subset=False, config=config)
-    assert (found["gpu_memory_utilization"], found["enable_sleep_mode"]) == (0.4, True)
-    assert found["load_format"] == "dummy"  # weights come with the first sync, or the probe fails
-    assert found["dtype"] == "float32"
-    assert found["hf_overrides"] == {"head_dtype": "float32"}  # the trainer's head works in float32 too
-    assert not {"enforce_eager", "kv_cache_memory_bytes"} & set(found)

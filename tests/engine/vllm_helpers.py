@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import random
+import signal
+
+import numpy
 import torch
 
 from rise_engine.config import EngineConfig
@@ -13,6 +18,20 @@ from rise_engine.rollout.vllm_config import VllmConfig
 CONTEXT = 200
 BESIDE_OTHERS = VllmConfig(sleep=0, memory_fraction=0.2)
 """Several engines in one process: on a GPU they share it, and only one could sleep."""
+
+
+def process_state() -> dict[str, object]:
+    """What a start of vLLM must leave as it was."""
+    return {
+        "random": random.getstate(),
+        "numpy": numpy.random.get_state()[1].tolist(),
+        "torch": torch.get_rng_state().tolist(),
+        "environment": {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")},
+        "signals": [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)],
+        "threads": (torch.set_num_threads, torch.get_num_threads()),
+        "dtype": torch.get_default_dtype(),
+        "precision": torch.get_float32_matmul_precision(),
+    }
 
 
 def a_policy(folder, **keys) -> PolicyEngine:

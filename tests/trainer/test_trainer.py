@@ -129,27 +129,39 @@ def test_a_run_of_which_nothing_can_be_graded_stops(tiny_config, monkeypatch, ev
         run_training(load_config(tiny_config(steps=1, evaluation__every=every)))
 
 
+def fails_once(monkeypatch, name: str, at: int, error: Exception) -> list[int]:
+    """The trainer's function `name` raises `error` at its `at`-th call; returns a list that grows with every call."""
+    function, calls = getattr(rise_rl.trainer, name), []
+
+    def counted(*args, **keywords):
+        calls.append(1)
+        if len(calls) == at:
+            raise error
+        return function(*args, **keywords)
+
+    monkeypatch.setattr(rise_rl.trainer, name, counted)
+    return calls
+
+
+def assert_resumes_to(whole: Path, config: Path, *, after: int) -> Path:
+    """The run goes on after that step, and ends as the one that nothing stopped."""
+    folder = run_training(load_config(config), resume=True)
+    found, expected = RunFolder(folder), RunFolder(whole)
+    assert [r["after_step"] for r in found.manifest()["resumes"]] == [after]
+    assert [m["loss"] for m in found.metrics()] == [m["loss"] for m in expected.metrics()]
+    assert found.evals() == expected.evals()
+    return folder
+
+
 def test_a_judge_that_is_down_during_an_evaluation_costs_no_step_and_the_evaluation_comes_later(
     tiny_config, monkeypatch
 ):
     config = tiny_config(steps=4, checkpoint__every=0)  # evaluates after 0, 2 and 4 steps
     _, whole = run(config, "name=whole")
-    evaluate, calls = rise_rl.trainer.evaluate, []
-
-    def down_once(*args, **keywords):
-        calls.append(1)
-        if len(calls) == 2:
-            raise JudgeUnavailable("the judge is down")
-        return evaluate(*args, **keywords)
-
-    monkeypatch.setattr(rise_rl.trainer, "evaluate", down_once)
+    calls = fails_once(monkeypatch, "evaluate", 2, JudgeUnavailable("the judge is down"))
     with pytest.raises(JudgeUnavailable):
         run(config)
-    folder = run_training(load_config(config), resume=True)
-    found, expected = RunFolder(folder), RunFolder(whole)
-    assert [r["after_step"] for r in found.manifest()["resumes"]] == [2]
-    assert [m["loss"] for m in found.metrics()] == [m["loss"] for m in expected.metrics()]
-    assert found.evals() == expected.evals()
+    assert_resumes_to(whole, config, after=2)
     run_training(load_config(config), resume=True)  # nothing is left to do: no evaluation is repeated
     assert len(calls) == 4
 
@@ -157,22 +169,10 @@ def test_a_judge_that_is_down_during_an_evaluation_costs_no_step_and_the_evaluat
 def test_a_sync_that_fails_after_an_update_costs_no_step(tiny_config, monkeypatch):
     config = tiny_config(steps=4, checkpoint__every=0)
     _, whole = run(config, "name=whole")
-    probe, calls = rise_rl.trainer.parity_probe, []
-
-    def fails_once(*args, **keywords):
-        calls.append(1)
-        if len(calls) == 4:  # at the start, then after every step
-            raise ParityError("the weights are old")
-        return probe(*args, **keywords)
-
-    monkeypatch.setattr(rise_rl.trainer, "parity_probe", fails_once)
+    fails_once(monkeypatch, "parity_probe", 4, ParityError("the weights are old"))  # the first is at the start
     with pytest.raises(ParityError):
         run(config)
-    folder = run_training(load_config(config), resume=True)
-    found, expected = RunFolder(folder), RunFolder(whole)
-    assert [r["after_step"] for r in found.manifest()["resumes"]] == [3]
-    assert [m["loss"] for m in found.metrics()] == [m["loss"] for m in expected.metrics()]
-    assert found.evals() == expected.evals()
+    folder = assert_resumes_to(whole, config, after=3)
     for name in ("step_000003.jsonl", "step_000004.jsonl"):
         assert (folder / "rollouts" / name).read_bytes() == (whole / "rollouts" / name).read_bytes()
 

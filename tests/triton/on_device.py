@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from rise_kernels.backend import LinearHead
 from rise_kernels.triton_backend.launch import Kernels, TileStats
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+interpreted = pytest.mark.skipif(DEVICE == "cuda", reason="CPU tensors: run on the interpreter")
 
 
 def row_kernel(logprob, rows, spec):

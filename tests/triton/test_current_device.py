@@ -10,9 +10,9 @@ import torch
 import rise_kernels
 from rise_kernels.triton_backend.launch import Kernels
 from tests.kernels.calls import call, random_case
-from tests.triton.on_device import DEVICE
+from tests.triton.on_device import interpreted
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(DEVICE == "cuda", reason="CPU tensors: run on the interpreter")]
+pytestmark = [pytest.mark.slow, interpreted]
 
 
 def test_every_launch_is_on_the_tensors_device(monkeypatch):

@@ -11,9 +11,9 @@ import triton.language as tl
 
 from rise_kernels.triton_backend.logits import forward_kernel
 from rise_kernels.triton_backend.rows import dlogits_kernel, statistics_kernel
-from tests.triton.on_device import DEVICE
+from tests.triton.on_device import interpreted
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(DEVICE == "cuda", reason="CPU tensors: run on the interpreter")]
+pytestmark = [pytest.mark.slow, interpreted]
 
 ROWS, TILES = (1 << 30) + 64, 3
 

@@ -20,12 +20,10 @@ from rise_kernels.triton_backend.plan import chunk_rows
 from rise_kernels.triton_backend.products import is_ready
 from tests.kernels.calls import assert_matches, call, random_case
 from tests.kernels.launches import triton_launches
-from tests.triton.on_device import DEVICE
+from tests.triton.on_device import DEVICE, interpreted
 from tests.triton.test_products import OnCuda
 
 pytestmark = pytest.mark.slow
-
-interpreted = pytest.mark.skipif(DEVICE == "cuda", reason="CPU tensors: run on the interpreter")
 
 
 @interpreted
